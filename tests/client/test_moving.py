@@ -152,6 +152,22 @@ def test_what_was_suspended_shows(user: Runtime, operator: Runtime) -> None:
     until(lambda: not any(one.suspended for one in operator.ask.status().clients), "it is over")
 
 
+def test_the_bound_of_a_slice_moves_with_it(user: Runtime, operator: Runtime) -> None:
+    slice_ = pw.make_virtual_device_set().add_slice(devices=2, island="island-0", memory="1MiB")
+
+    def bounded() -> set[str]:
+        devices = operator.ask.memory().devices
+        return {one.island for one in devices if one.slices}
+
+    assert bounded() == {"island-0"}
+    suspend(operator, number(user))
+    assert bounded() == set()
+    resume(operator, number(user))
+    until(lambda: bounded() == {"island-0"}, "it is bound again")
+    pw.migrate(slice_, island="island-1")
+    until(lambda: bounded() == {"island-1"}, "it has moved")
+
+
 def test_uploads_wait_and_arrive(user: Runtime, operator: Runtime) -> None:
     _, split = training()
     client = number(user)

@@ -310,7 +310,8 @@ class SliceRequests(ControlPart):
         for number in sorted(number for number in slices if number in client.slices):
             if number in self.queue.keys:
                 self.queue.drop(number)
-            elif self._bindings.pop(number, None) is not None:
+            elif number in self._bindings:
+                self._islands.unbind(number)
                 self.sessions.tell(client, msg.SliceLost(number, error))
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             client.slices.unbound[number] = loss
