@@ -1,8 +1,8 @@
 """How long a cluster takes to name a slow host, and how slow it says that the host is.
 
 Two hosts of an island compute in one gang after the other. The process of one host is stopped for a part of
-each tenth of a second, as by a neighbour who takes its processor. The cluster names the host by itself, from
-what hosts report once a second; the benchmark only asks for the status.
+each tenth of a second, as if another program took its processor. The scheduler names the host, from what hosts
+report once a second; the benchmark only asks for the status.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def stopped(pid: int, part: float) -> Iterator[None]:
     def stop() -> None:
         while not ends.is_set():
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(part * PERIOD_S)
+            ends.wait(part * PERIOD_S)
             os.kill(pid, signal.SIGCONT)
             ends.wait((1.0 - part) * PERIOD_S)
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,35 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from bench.stragglers import stopped
 from tests.stages.daemons import until
 
 pytestmark = pytest.mark.processes
 
 BOUND_S = 60.0
-PERIOD_S = 0.1
 STOPPED = 0.3
 WIDTH = 96
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stop a process for a part of each period."""
-    ends = threading.Event()
-
-    def stop() -> None:
-        while not ends.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            ends.wait(STOPPED * PERIOD_S)
-            os.kill(pid, signal.SIGCONT)
-            ends.wait((1 - STOPPED) * PERIOD_S)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
 
 
 def test_a_host_that_is_stopped_again_and_again_is_named() -> None:
@@ -70,7 +44,7 @@ def test_a_host_that_is_stopped_again_and_again_is_named() -> None:
         victim = next(host for host in cluster.hosts if host.name == "island-0-host-1")
         pid = victim.runtime_pid()
         assert pid is not None
-        with stopped(pid):
+        with stopped(pid, STOPPED):
             until(lambda: named() == [victim.name], "the slow host alone is named", BOUND_S)
             (slow,) = [host.slow for host in pw.status().hosts if host.slow is not None]
             assert slow.factor > 1.1

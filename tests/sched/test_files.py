@@ -26,7 +26,7 @@ from pw.testing.in_process import InProcessCluster
 from pw.transport.access.authority import Authority
 from tests.cli.test_secure_cluster import issue
 from tests.sched.test_memory import DEVICE, OTHER, MemoryBench, needs
-from tests.sched.test_residency import MIB, TierBench, arrays_of
+from tests.sched.test_residency import MIB, Sweeps, TierBench, arrays_of, split_over_two
 from tests.stages.daemons import Program, start_module, until
 
 
@@ -209,11 +209,6 @@ def cluster(tmp_path: Path) -> Iterator[InProcessCluster]:
         yield cluster
 
 
-def split_over_two() -> tuple[Any, Any]:
-    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
-    return mesh, pw.NamedSharding(mesh, pw.PartitionSpec("x"))
-
-
 def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
@@ -357,27 +352,16 @@ def test_a_killed_worker_leaves_no_files_behind_after_its_restart(tmp_path: Path
     with pw.LocalCluster(
         1, 2, spare_hosts=1, device_memory="8MiB", spill="12MiB", spill_files=tmp_path
     ) as local:
-        mesh, rows = split_over_two()
-        add = pw.jit(lambda x, y: x + jnp.roll(y, 1), mesh=mesh)
-        values = [np.arange(MIB, dtype=np.float32) + at for at in range(20)]  # 2 MiB on each host
-        arrays = [pw.put(value, sharding=rows) for value in values]
-
-        def swept() -> None:
-            nonlocal arrays, values
-            arrays = [add(x, y) for x, y in zip(arrays, arrays[1:] + arrays[:1], strict=True)]
-            rolled = [np.roll(value, 1) for value in values[1:] + values[:1]]
-            values = [value + other for value, other in zip(values, rolled, strict=True)]
-
-        swept()
-        pw.block_until_ready(arrays)
+        sweeps = Sweeps()
+        sweeps.sweep()
+        pw.block_until_ready(sweeps.arrays)
         assert files_in(tmp_path)
         assert len(list(tmp_path.iterdir())) == 3, "a folder for each worker"
         left = folder_of(local.hosts[0], tmp_path)
         assert files_in(left)
         local.hosts[0].kill()
-        swept()
-        for x, value in zip(arrays, values, strict=True):
-            assert np.array_equal(np.asarray(x), value)
+        sweeps.sweep()
+        sweeps.check()
         local.hosts[0].restart()
         until(lambda: not left.exists(), "another worker removes the files of a killed one")
     assert not list(tmp_path.iterdir())

@@ -302,28 +302,44 @@ def test_two_clients_share_the_devices_and_donate(cluster: InProcessCluster) -> 
 # --- real processes ----------------------------------------------------------------------------------
 
 
+def split_over_two() -> tuple[Any, Any]:
+    """A mesh over two devices, and the sharding that splits an array's rows over them."""
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+    return mesh, pw.NamedSharding(mesh, pw.PartitionSpec("x"))
+
+
+class Sweeps:
+    """Twenty arrays of 4 MiB over two hosts; a sweep adds the next one, rolled, to each."""
+
+    def __init__(self) -> None:
+        mesh, rows = split_over_two()
+        self.add = pw.jit(lambda x, y: x + jnp.roll(y, 1), mesh=mesh)
+        self.values = [np.arange(MIB, dtype=np.float32) + at for at in range(20)]
+        self.arrays = [pw.put(value, sharding=rows) for value in self.values]
+
+    def sweep(self) -> None:
+        """Compute all sums, on the devices and in numpy."""
+        arrays, values = self.arrays, self.values
+        self.arrays = [self.add(x, y) for x, y in zip(arrays, arrays[1:] + arrays[:1], strict=True)]
+        rolled = [np.roll(value, 1) for value in values[1:] + values[:1]]
+        self.values = [value + other for value, other in zip(values, rolled, strict=True)]
+
+    def check(self) -> None:
+        """Fail unless the arrays are what numpy says."""
+        for x, value in zip(self.arrays, self.values, strict=True):
+            assert np.array_equal(np.asarray(x), value)
+
+
 @pytest.mark.processes
 def test_gangs_of_two_hosts_spill_and_a_lost_host_changes_no_value() -> None:
     """Arrays over two hosts, five times their devices' memory; one host is killed."""
     with pw.LocalCluster(1, 2, spare_hosts=1, device_memory="8MiB", spill="512MiB") as local:
-        mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
-        rows = pw.NamedSharding(mesh, pw.PartitionSpec("x"))
-        add = pw.jit(lambda x, y: x + jnp.roll(y, 1), mesh=mesh)
-        values = [np.arange(MIB, dtype=np.float32) + at for at in range(20)]  # 2 MiB on each host
-        arrays = [pw.put(value, sharding=rows) for value in values]
-
-        def swept() -> None:
-            nonlocal arrays, values
-            arrays = [add(x, y) for x, y in zip(arrays, arrays[1:] + arrays[:1], strict=True)]
-            rolled = [np.roll(value, 1) for value in values[1:] + values[:1]]
-            values = [value + other for value, other in zip(values, rolled, strict=True)]
-
-        swept()
-        pw.block_until_ready(arrays)
+        sweeps = Sweeps()
+        sweeps.sweep()
+        pw.block_until_ready(sweeps.arrays)
         local.hosts[0].kill()
-        swept()
-        for x, value in zip(arrays, values, strict=True):
-            assert np.array_equal(np.asarray(x), value)
+        sweeps.sweep()
+        sweeps.check()
         use = pw.memory().devices
         assert all((one.arrays_bytes or 0) <= 8 * MIB for one in use)
         assert any(one.host_bytes for one in use)
