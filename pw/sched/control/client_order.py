@@ -86,7 +86,7 @@ class ClientOrder(ControlPart):
 
     def proceed(self, client: Client, message: Ordered) -> bool:
         """Handle a message, or set it aside; return False if it waits, and all that come after it."""
-        if client.suspension is not None and client.suspension.stops_stream:
+        if client.is_held:
             return False
         if client.slices.unbound and (away := client.away) is not None:
             rest = client.stream.aside.sift(message, away)
@@ -110,7 +110,7 @@ class ClientOrder(ControlPart):
 
     def obstacle(self, client: Client, message: Ordered) -> str:
         """Return what a message waits for, in words; empty if it does not have to wait."""
-        if client.suspension is not None and client.suspension.stops_stream:
+        if client.is_held:
             return "the client to be resumed"
         if client.recovering and client.away is None:
             return "the recovery of what was lost with a host"

@@ -50,6 +50,11 @@ class ClientSlices:
         """Return whether the client wants the slice bound."""
         return number in self.owned or number in self.borrowed
 
+    @property
+    def all(self) -> set[int]:
+        """Numbers of the slices that the client wants bound."""
+        return self.owned | self.borrowed
+
     def devices(self, number: int) -> int | None:
         """Return how many devices a slice has or will have; None if that is not known."""
         request = self.requests.get(number)
@@ -145,6 +150,16 @@ class Client:
     def recovering(self) -> bool:
         """Whether something of the client is to be rebuilt."""
         return bool(self.slices.unbound or self.arrays.lost or self.wanted or self.resuming)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its messages wait, because it leaves its devices or is suspended."""
+        return self.suspension is not None and self.suspension.stops_stream
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it has left its devices."""
+        return self.suspension is not None and self.suspension.is_complete
 
     @property
     def rebuilds(self) -> bool:

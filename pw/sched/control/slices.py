@@ -113,7 +113,7 @@ class SliceRequests(ControlPart):
         slices.hosts[message.slice] = set(message.former_hosts)
         slices.waits_since_s[message.slice] = self._env.now_s()
         then = partial(self._env.send, RESOURCES, message)
-        if client.suspension is not None and client.suspension.is_complete:
+        if client.is_suspended:
             slices.unbound[message.slice] = self.new_loss()
             slices.down.add(message.slice)
             return
@@ -187,7 +187,7 @@ class SliceRequests(ControlPart):
         if client is None or number not in client.slices:
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             return
-        if client.suspension is not None and client.suspension.is_complete:
+        if client.is_suspended:
             return  # it was given back meanwhile
         if number in client.slices.unproven:
             client.slices.unproven.discard(number)
@@ -249,7 +249,7 @@ class SliceRequests(ControlPart):
             islands: the state of all islands.
         """
         slices = client.slices
-        waiting = sorted((slices.owned | slices.borrowed) - self._bindings.keys())
+        waiting = sorted(slices.all - self._bindings.keys())
         named = dict.fromkeys(host for number in waiting for host in slices.requests[number].hosts)
         if not named:
             return ()
@@ -297,7 +297,7 @@ class SliceRequests(ControlPart):
 
     def client_left(self, client: Client) -> None:
         """Give back all slices of a client."""
-        for number in client.slices.owned | client.slices.borrowed:
+        for number in client.slices.all:
             self._islands.unbind(number)
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
         self.queue.client_left(client.number, client.tenant)

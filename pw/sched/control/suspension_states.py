@@ -70,13 +70,13 @@ class Suspension:
     """Words for who has suspended it."""
     since_s: float
     """Time at which it was asked for, in seconds."""
-    unanswered: set[str]
+    slices: frozenset[int]
+    """Numbers of the slices that the client leaves."""
+    unanswered: set[str] = field(default_factory=set)
     """Names of islands whose schedulers have not said that they hold the client."""
     state: SuspensionState = SuspensionState.HOLDING
     asked: list[tuple[Address, int]] = field(default_factory=list)
     """Askers and the numbers of their requests, to be answered when the client has left its devices."""
-    slices: frozenset[int] = frozenset()
-    """Numbers of the slices that the client leaves."""
     goes_on: bool = False
     """True to resume the client as soon as it has left its devices."""
     target: str = ""

@@ -92,7 +92,7 @@ class Suspensions(ControlPart):
             return
         (client,) = clients
         bindings, target = self._islands.bindings, message.island
-        own = client.slices.owned | client.slices.borrowed
+        own = client.slices.all
         chosen = {message.slice} & own if message.slice else own
         slices = frozenset(
             number for number in chosen if number in bindings and bindings[number].island != target
@@ -173,8 +173,7 @@ class Suspensions(ControlPart):
     def islands_of(self, client: Client) -> set[str]:
         """Return the islands on which a client has slices."""
         bindings = self._islands.bindings
-        slices = client.slices.owned | client.slices.borrowed
-        return {bindings[number].island for number in slices if number in bindings}
+        return {bindings[number].island for number in client.slices.all if number in bindings}
 
     def in_words(self, client: Client) -> str:
         """Return who has suspended a client, and since when; empty if it is not suspended."""
@@ -188,12 +187,11 @@ class Suspensions(ControlPart):
         """Have a client leave its devices; return whether it has left them already."""
         suspension = client.suspension
         if suspension is None:
-            islands = set(self._islands.schedulers)
-            suspension = client.suspension = Suspension(by, self._env.now_s(), islands)
+            slices = frozenset(client.slices.all)
+            suspension = client.suspension = Suspension(by, self._env.now_s(), slices)
             self.leaving[client.number] = client
             self._hold(client, suspension)
             self._env.log("info", "client is to be suspended", client=client.number, by=by)
-            suspension.slices = frozenset(client.slices.owned | client.slices.borrowed)
         if not suspension.is_complete and request is not None:
             suspension.asked.append(request)
         return suspension.is_complete

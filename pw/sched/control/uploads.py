@@ -171,11 +171,7 @@ class UploadTable(ControlPart):
             self._reported(client, number, array, host, self._error_of(array, message))
         elif message.again:
             self._env.count("messages_stale")  # runs that read it may not have been launched yet
-        elif (
-            number <= client.arrays.newest_input
-            or is_repeat(number)
-            or (client.suspension is not None and client.suspension.is_complete)
-        ):
+        elif number <= client.arrays.newest_input or is_repeat(number) or client.is_suspended:
             self._env.send(store_of(host), msg.DropUploads((number,)))
         elif not client.slices.are_on(host):
             self._env.count("messages_refused")

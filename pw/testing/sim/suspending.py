@@ -99,7 +99,7 @@ class SuspensionMonitor:
         if client is None or message.segment == msg.CANCELLED:
             return
         self._world.checked["suspended"] += 1
-        if client.suspension is not None and client.suspension.is_complete:
+        if client.is_suspended:
             words = f"run {message.run:x} of {client.name} is launched on {to.node}"
             raise Violation("suspended", words)
         run = self._cluster.controller.runs.in_flight.get(message.run)

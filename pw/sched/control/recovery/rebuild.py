@@ -85,9 +85,7 @@ class Rebuilder(ControlPart):
 
     def proceed(self, client: Client) -> None:
         """Rebuild what was lost and needs no slice that is away, once the programs are compiled."""
-        if client.resuming is not None or (
-            client.suspension is not None and client.suspension.stops_stream
-        ):
+        if client.resuming is not None or client.is_held:
             return
         is_whole = not client.slices.unbound
         if is_whole:
