@@ -2,12 +2,14 @@
 
 A round has new seeds of the simulator, inputs, kills and a rough condition, which its number decides; the
 first number is chosen at random. It ends when the time is over or at the first failure, and prints each
-command, which repeats it. `--seeds-only` runs seeds of the simulator and nothing else, as `.ci/run` does.
+command, which repeats it. `--seeds 20` runs so many seeds of each profile and nothing else, as `.ci/run` does.
+The source of `pw` decides their numbers: a change has seeds that no other has had, the same on all machines.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import random
 import shlex
@@ -35,16 +37,21 @@ EXAMPLES_TIMES = 40
 CORES = os.cpu_count() or 1
 ROUNDS = range(10**6, 10**8)
 """Numbers of first rounds. Their seeds are larger than all that `tests/sim/seeds` keeps."""
-MOST_SEEDS = 10**6
-"""Seeds of each profile that no time limit reaches."""
-LATE_S = 300.0
-"""How much later than its limit the simulator may end."""
 
 
-def simulator(first_seed: int, seeds: int, *more: str) -> list[str]:
+def simulator(number: int, seeds: int) -> list[str]:
     """Return the arguments of an interpreter that runs seeds of all profiles."""
+    first_seed = number * SEEDS
     chosen = ["--profile", "all", "--seeds", f"{first_seed}:{first_seed + seeds}"]
-    return ["-m", "pw.cli.main", "sim", *chosen, "--jobs", str(CORES), *more]
+    return ["-m", "pw.cli.main", "sim", *chosen, "--jobs", str(CORES)]
+
+
+def round_of_source() -> int:
+    """Return the number of a round that depends on the source of the package, and on nothing else."""
+    source = hashlib.sha256()
+    for file in sorted((ROOT / "pw").rglob("*.py")):
+        source.update(file.read_bytes())
+    return random.Random(source.digest()).choice(ROUNDS)
 
 
 def commands(first_round: int) -> Iterator[list[str]]:
@@ -56,7 +63,7 @@ def commands(first_round: int) -> Iterator[list[str]]:
     yield from (["-m", "tests.other_jax", release] for release in releases())
     number, rough = first_round, list(conditions(0))
     while True:
-        yield simulator(number * SEEDS, SEEDS)
+        yield simulator(number, SEEDS)
         yield ["-m", "tests.fuzz", "--inputs", str(INPUTS), "--seed", str(number)]
         yield [*tests, *EXAMPLES]
         yield [*tests, "-m", "processes", *KILLS]
@@ -69,17 +76,16 @@ def main() -> int:
     """Run commands, one after the other. Returns the exit code of the first that fails, or 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.long")
     parser.add_argument("--hours", type=float, default=24.0, help="after which it ends")
-    parser.add_argument("--minutes", type=float, default=0.0, help="the same, instead of --hours")
     parser.add_argument("--round", type=int, help="the first one; it decides all seeds")
-    parser.add_argument("--seeds-only", action="store_true", help="run the simulator only")
+    parser.add_argument("--seeds", type=int, help="run so many seeds of each profile, and no more")
     options = parser.parse_args()
-    limit_s = 60 * options.minutes or 3600 * options.hours
-    number = random.SystemRandom().choice(ROUNDS) if options.round is None else options.round
-    print(f"the first round is {number}: --round {number} runs the same", flush=True)
-    if options.seeds_only:
-        limited = simulator(number * SEEDS, MOST_SEEDS, "--minutes", f"{limit_s / 60:g}")
-        code = run(limited, limit_s + LATE_S)
+    number, limit_s = options.round, 3600 * options.hours
+    if options.seeds:
+        number = round_of_source() if number is None else number
+        code = run(simulator(number, options.seeds), limit_s)
         return 1 if code is None else code
+    number = random.SystemRandom().choice(ROUNDS) if number is None else number
+    print(f"the first round is {number}: --round {number} runs the same", flush=True)
     end_s = time.monotonic() + limit_s
     for arguments in commands(number):
         code = run(arguments, max(1.0, end_s - time.monotonic()))

@@ -64,17 +64,21 @@ def replay(
 
 def search_all(seeds: range, profiles: Sequence[SimProfile], jobs: int, limit_s: float) -> bool:
     """Run many seeds of profiles, which share the time. Returns whether all promises held."""
-    results = []
+    failed: list[SeedOutcome] = []
     with workers(jobs) as pool:
         end_s = time.monotonic() + limit_s
         for number, profile in enumerate(profiles):
             share_s = (end_s - time.monotonic()) / (len(profiles) - number)
-            results.append(search(seeds, profile, pool, share_s))
-    return all(results)
+            failed += search(seeds, profile, pool, share_s)
+    if len(profiles) > 1:
+        _print([f"violated: profile {one.profile.name}, seed {one.seed}" for one in failed])
+    return not failed
 
 
-def search(seeds: range, profile: SimProfile, pool: Executor | None, limit_s: float) -> bool:
-    """Run many seeds and print a report. Returns whether all promises held."""
+def search(
+    seeds: range, profile: SimProfile, pool: Executor | None, limit_s: float
+) -> list[SeedOutcome]:
+    """Run many seeds and print a report. Returns those that violated a promise."""
     failures = 0
 
     def look(outcome: SeedOutcome) -> None:
@@ -88,7 +92,7 @@ def search(seeds: range, profile: SimProfile, pool: Executor | None, limit_s: fl
 
     campaign = run_campaign(seeds, profile, pool=pool, on_outcome=look, limit_s=limit_s)
     _print(summary(campaign))
-    return not campaign.failures
+    return campaign.failures
 
 
 def print_digest(seeds: range, profile: SimProfile, jobs: int) -> bool:

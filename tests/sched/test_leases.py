@@ -13,22 +13,28 @@ from tests.stages.scripted import split
 HOLDER = 1
 
 
-def lent() -> Bench:
-    """Hosts h0 and h1, lent to a client."""
+def ready() -> Bench:
+    """Hosts h0 and h1, on which the program of a client is."""
     bench = Bench()
     runs_on(bench, HOLDER, 0, 2, node="user")
     for host in bench.hosts:
         installed = msg.Installed(1, client_id(HOLDER, 1), None)
         bench.tell(installed, sender=executor_of(host))
+    return bench
+
+
+def lent() -> Bench:
+    """Hosts h0 and h1, lent to a client."""
+    bench = ready()
     ran(bench, 9)
     assert len(sent(bench, msg.Lend)) == 2
     return bench
 
 
-def ran(bench: Bench, runs: int, is_whole: bool = True) -> None:
+def ran(bench: Bench, runs: int, is_whole: bool = True, has_gaps: bool = False) -> None:
     """The client has waited for so many runs, one after the other."""
     for _ in range(runs):
-        bench.tell(bench.submission(HOLDER, is_whole=is_whole))
+        bench.tell(bench.submission(HOLDER, is_whole=is_whole, has_gaps=has_gaps))
         bench.end(bench.launches()[-1])
 
 
@@ -48,6 +54,15 @@ def launched(bench: Bench) -> msg.LeasedLaunch:
 
 def closed(bench: Bench, host: str, lease: int, taken: int, *launches: msg.LeasedLaunch) -> None:
     bench.tell(msg.LeaseClosed(1, lease, taken, launches), sender=executor_of(host))
+
+
+def test_a_client_whose_earlier_runs_wait_for_an_island_gets_no_lease() -> None:
+    """It would launch runs that read what those have yet to make."""
+    bench = ready()
+    ran(bench, 20, has_gaps=True)
+    assert not sent(bench, msg.Lend)
+    ran(bench, 9)
+    assert len(sent(bench, msg.Lend)) == 2
 
 
 def test_a_launch_that_was_lost_with_the_link_reaches_its_host() -> None:

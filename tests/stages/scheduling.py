@@ -66,6 +66,7 @@ class Bench:
             ((),),
             how.get("awaits", ()),
             is_whole=how.get("is_whole", False),
+            has_gaps=how.get("has_gaps", False),
         )
 
     def launches(self) -> list[msg.Launch]:

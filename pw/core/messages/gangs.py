@@ -56,6 +56,8 @@ class Submit(Local, frozen=True, tag=61):
     """True to tell the controller when the run is launched."""
     is_whole: bool = False
     """True if the run has no segments on other islands."""
+    has_gaps: bool = False
+    """True if arrays of the client are lost, or earlier runs wait for islands that are away."""
 
 
 class SegmentLaunched(Local, frozen=True, tag=62):

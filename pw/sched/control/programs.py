@@ -172,9 +172,11 @@ class RegisteredProgram:
         args: tuple[int | bytes, ...],
         results: tuple[int, ...],
         awaits: tuple[int, ...],
+        *,
+        has_gaps: bool = False,
     ) -> list[tuple[str, Submit]]:
         """Return the message for each island's scheduler that queues one run."""
-        own = {"run": run, "args": args, "results": results, "awaits": awaits}
+        own = {"run": run, "args": args, "results": results, "awaits": awaits, "has_gaps": has_gaps}
         return [(at, msgspec.structs.replace(part, **own)) for at, part in self.parts.items()]
 
 

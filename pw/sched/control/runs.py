@@ -150,7 +150,8 @@ class RunsInFlight(ControlPart):
         client.usage.runs += donated is not None
         if self._events is not None:
             self._news.append(("began", self.in_flight[number], 0.0, ""))
-        for island, submit in program.submissions(number, args, results, awaits):
+        gaps = client.recovering
+        for island, submit in program.submissions(number, args, results, awaits, has_gaps=gaps):
             message = submit if lease is None else msg.SubmitLeased(submit, *lease)
             self._env.send(scheduler_of(island), message)
 

@@ -12,7 +12,8 @@ runs come from the controller as always, and are queued. Only then the scheduler
 launches on these hosts, so there is one order on each of them (G1).
 
 - G2: a lease has a window like that of a client that is alone. It slides with what has ended.
-- G3, G4: only runs that stay on the lent hosts and read nothing that is under way are lent.
+- G3, G4: only runs that stay on the lent hosts and read nothing that is under way are lent. While islands of
+  a client are away, it gets no lease: what its earlier runs make may come later than its later runs.
 - G5: where memory is limited, room for launches is set aside before (`lent_memory`).
 """
 
@@ -153,6 +154,7 @@ class LaunchLeases(Part):
         return (
             submit.is_whole
             and not submit.is_timed
+            and not submit.has_gaps
             and program.is_plain
             and not program.compiling
             and program.error is None

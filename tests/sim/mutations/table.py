@@ -374,6 +374,12 @@ row(
     wrap("controller.stream.obstacle", breakages.overlook_uploads),
     seen("leases-lost", 0, "actors never raise", "oracle", "liveness"),
 )
+# A client gets a lease though a run that waits for another island has yet to make what it reads.
+row(
+    "lend-while-islands-are-away",
+    mishear("scheduler", m.Submit, lambda it: replace(it, has_gaps=False)),
+    seen("checkpoints", 5853027912, "oracle"),
+)
 # The memory of a lease is lent to others, too.
 row(
     "lend-memory-twice",
