@@ -283,6 +283,7 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         python_tenants=tuple(filter(None, map(str.strip, options.python_tenants.split(",")))),
         coords=parse_coordinates(options.coords, options.devices),
         wraps=parse_wraps(options.wrap),
+        is_to_end=begin.is_to_end,
     )
     replicas = _inherited(name, parcel, supervisor)
     aside = FileThreads(loop)

@@ -147,9 +147,18 @@ class HostOptions:
         typer.Option(
             min=0,
             help="Seconds in which, when told to end (SIGTERM), it moves its work and data to other hosts "
-            "first, if any can take them; a second signal ends it at once. By default it ends at once.",
+            "first; where none can take the work, its clients are suspended until there is room. A second "
+            "signal ends it at once. By default it ends at once.",
         ),
     ] = 0.0
+    keep_files: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder in which a worker that ends leaves what no other host has; the next worker with this "
+            "--name that sees the folder, within a day, begins with it. By default that is lost.",
+        ),
+    ] = ""
     allow_python: Annotated[
         bool,
         typer.Option(

@@ -40,6 +40,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Wait for a free place in an island, instead of asking for one."""
     index_offset: int
     """Place of the parcel's index in it, in bytes; -1 without a parcel."""
+    is_to_end: bool = False
+    """True if this host has been told to end; `Drain` follows."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -118,12 +120,17 @@ class ChildLink:
         self.channel = channel
         self.watch = watch
 
-    def begin(self, incarnation: int, spare: bool, parcel: Parcel | None) -> None:
+    def begin(
+        self, incarnation: int, spare: bool, parcel: Parcel | None, *, is_to_end: bool = False
+    ) -> None:
         """Tell the child to begin, with the parcel of the last one."""
-        begin = Begin(incarnation, spare, -1 if parcel is None else parcel.index_offset)
+        index_offset = -1 if parcel is None else parcel.index_offset
         descriptors = [] if parcel is None else [parcel.descriptor]
+        begin = Begin(incarnation, spare, index_offset, is_to_end)
         with contextlib.suppress(ConnectionError):  # it has ended; `listen` sees that
             self.channel.send(begin, descriptors=descriptors)
+        if is_to_end:
+            self.drain()
 
     def drain(self) -> None:
         """Tell the child to leave the cluster."""

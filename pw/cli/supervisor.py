@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pw.cli.host_options import HostOptions
+from pw.cli.parcel_files import ParcelFile
 from pw.cli.process import (
     EXIT_AGAIN,
     EXIT_ERROR,
@@ -72,6 +73,8 @@ class Supervisor:
 
     _options: HostOptions
     _parcel: Parcel | None = None
+    _file: ParcelFile | None = None
+    """File of the parcel that the next supervisor begins with; None without a folder for it."""
 
     def __post_init__(self) -> None:
         self._name, self._heartbeat_s = self._options.name, self._options.heartbeat
@@ -86,7 +89,16 @@ class Supervisor:
 
     def run(self) -> int:
         """Restart children until told to stop, or another child would not help."""
+        if self._options.keep_files:
+            self._file = ParcelFile(self._options.keep_files, self._name)
+            self._load()
         preload([RUNTIME])
+        code = self._run()
+        if self._file is not None and self._parcel is not None and self._parcel.index_offset:
+            self._store(self._file, self._parcel)
+        return code
+
+    def _run(self) -> int:
         short_lives = refusals = 0
         crashes: list[float] = []
         lost_since: float | None = None
@@ -95,7 +107,8 @@ class Supervisor:
             begun_s = time.monotonic()
             child: Child[ToSupervisor] = Child(self._fork, ToSupervisor, descriptors=1)
             link = ChildLink(child.channel, Watch(self._heartbeat_s, self._silence_s))
-            link.begin(time.time_ns(), self._options.spare or served, self._parcel)
+            is_spare, is_to_end = self._options.spare or served, self._drained_by_s is not None
+            link.begin(time.time_ns(), is_spare, self._parcel, is_to_end=is_to_end)
             code = self._wait(child, link)
             if code is None:
                 child.let_go()  # it ends when it sees that, also if it does not heed signals
@@ -167,15 +180,42 @@ class Supervisor:
                 link.drain()
             elif must_end or time.monotonic() > (self._drained_by_s or math.inf):
                 return None
-            self._parcel = link.listen(self._parcel)
+            self._listen(link)
             if link.watch.is_silent(time.monotonic()):
                 fields = {"process": child.pid, "silence_s": self._silence_s}
                 log("error", "runtime is stuck and is killed", self._name, **fields)
                 child.kill()
                 child.wait()
-        self._parcel = link.listen(self._parcel)
+        self._listen(link)
         child.let_go()
         return code
+
+    def _listen(self, link: ChildLink) -> None:
+        before, self._parcel = self._parcel, link.listen(self._parcel)
+        if self._file is not None and before is not None and self._parcel is not before:
+            self._file.remove()
+
+    # --- what outlives this process --------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Begin with what the last worker of this name has left in the folder."""
+        assert self._file is not None
+        try:
+            self._parcel = self._file.load()
+        except OSError as error:
+            log("error", "what the last worker has left cannot be read", self._name, reason=error)
+        if self._parcel is not None:
+            log("info", "begins with what the last worker has left", self._name)
+
+    def _store(self, file: ParcelFile, parcel: Parcel) -> None:
+        begun_s = time.monotonic()
+        try:
+            size_bytes = file.store(parcel)
+        except OSError as error:
+            log("error", "what is nowhere else is lost", self._name, reason=error)
+            return
+        took_s = round(time.monotonic() - begun_s, 3)
+        log("info", "left for the next worker", self._name, bytes=size_bytes, took_s=took_s)
 
     def _pause(self, pause_s: float) -> bool:
         """Wait; return true at once when this process must end."""

@@ -71,6 +71,10 @@ def serve(**values: Any) -> None:
         raise typer.BadParameter(
             "--spill-files is for arrays that leave the host memory of --spill; give that a size, too"
         )
+    if options.keep_files and not (name or options.credentials):
+        raise typer.BadParameter(
+            "--keep-files is for the next worker with the same name; give a --name, too"
+        )
     time_of(options.test_devices, "--test-devices")
     size_of(options.compile_memory, "--compile-memory")
     size_of(options.python_memory, "--python-memory")

@@ -53,6 +53,8 @@ class RegisterHost(HostToResources, frozen=True, tag=10):
     wraps: Coordinate = ()
     """For each axis the number of devices after which it wraps around, 0 where it does not; empty if none
     does."""
+    is_to_end: bool = False
+    """True if its operator has told this host to end: it comes only to be emptied."""
 
 
 class HostRejected(ControllerToExecutor, frozen=True, tag=11):
@@ -212,15 +214,41 @@ class Draining(Local, frozen=True, tag=27):
 
 
 class HostEmptied(Local, frozen=True, tag=26):
-    """Controller to ResourceManager (local): this drained host holds nothing that is needed."""
+    """Controller to ResourceManager (local): all that this drained host holds is elsewhere, if it can be."""
 
     node: str
+    keeps: bool = False
+    """True if it has replicas that are nowhere else, and no other host is there that could take them."""
 
 
 class Leave(ControllerToExecutor, frozen=True, tag=25):
     """ResourceManager to HostExecutor: this host is drained; it ends for good."""
 
     reason: str
+    keeps: bool = False
+    """True if it has replicas that are nowhere else: its supervisor may have a folder for them."""
+
+
+class HostMustEnd(Local, frozen=True, tag=28):
+    """ResourceManager to Controller (local): have clients leave an island, which loses a host for good.
+
+    No other host can take its place, and no other island has room.
+    """
+
+    node: str
+    island: str
+
+
+class ClientsLeft(Local, frozen=True, tag=29):
+    """Controller to ResourceManager (local): the clients have left the island that this host must leave."""
+
+    node: str
+
+
+class HostEnded(Local, frozen=True, tag=39):
+    """ResourceManager to Controller (local): a host for which clients had to leave is not there any more."""
+
+    node: str
 
 
 class WatchIslands(ClientToController, frozen=True, tag=230):

@@ -206,6 +206,7 @@ class Membership(Part):
     def _leave_for_good(self, sender: Address, message: msg.Leave) -> None:
         if not self._leaving:
             self._leaving = self.order.is_broken = True
+            self.process.hand_over(self.store.save() if message.keeps else ())
             self.process.finish(message.reason)
 
     @handles(msg.PeerLost)

@@ -6,6 +6,9 @@ A host leaves its island as any does, but its rank goes to a spare at once, and 
 gets no seat: it stays until the controller has had all that it held copied elsewhere
 (`HostEmptied`). Where no spare can take over, the island's slices move to islands that have room;
 where there are none, the host cannot be drained.
+
+A host that is told to end has no choice (`AskToLeave`). Where nothing can take its slices, their clients leave
+first: the controller suspends them (`HostMustEnd`), and they go on where there is room again.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArgumentError, Error, ErrorReport, HostLost, InsufficientDevices
-from pw.core.ids import Address, executor_of, session_of
+from pw.core.ids import CONTROL, Address, executor_of, session_of
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory, Island, counted
 from pw.sched.cluster.slices import SliceTable
@@ -36,6 +39,8 @@ class Drains(Part):
     """Requests to answer when a host is drained, by the host."""
     _left: dict[str, str] = field(default_factory=dict, init=False)
     """Islands that drained hosts have left, by the host."""
+    _to_end: set[str] = field(default_factory=set, init=False)
+    """Names of hosts that have asked to leave."""
 
     @handles(msg.DrainHost)
     def _drain(self, sender: Address, message: msg.DrainHost) -> None:
@@ -73,14 +78,38 @@ class Drains(Part):
 
     @handles(msg.AskToLeave)
     def _ask_to_leave(self, sender: Address, message: msg.AskToLeave) -> None:
-        """Empty the host that asks, and have it end; at once if no other host can take its slices."""
+        """Empty the host that asks, and have it end; clients leave before if nothing can take their slices."""
         node, island = sender.node, self.inventory.island_of(sender.node)
+        self._to_end.add(node)
         objection = None if island is None else self._objection(island, node)
-        if objection is None and (island is not None or node in self.inventory.spares):
+        if island is not None and objection is not None:
+            self.env.log(
+                "info", "host must end", host=node, meaning="its clients leave", why=objection
+            )
+            self.env.send(CONTROL, msg.HostMustEnd(node, island.name))
+        elif island is not None or node in self.inventory.spares:
             self._empty(node, island)
         elif node not in self.inventory.draining:
-            reason = "it has no place" if objection is None else str(objection)
-            self.env.send(sender, msg.Leave(f"it is told to end, and {reason}"))
+            self.env.send(sender, msg.Leave("it is told to end, and it has no place"))
+
+    @handles(msg.ClientsLeft)
+    def _clients_left(self, sender: Address, message: msg.ClientsLeft) -> None:
+        """Empty a host whose clients have left."""
+        island = self.inventory.island_of(message.node)
+        if island is not None and message.node in self._to_end:
+            self._empty(message.node, island)
+
+    @handles(msg.RegisterHost)
+    def _registered(self, sender: Address, message: msg.RegisterHost) -> None:
+        """A host that is to end gets no seat; another worker with its name counts as a new host."""
+        node, draining = sender.node, self.inventory.draining
+        if message.is_to_end:
+            self._to_end.add(node)
+            draining.setdefault(node, None)
+        elif node in self._to_end and node in draining:
+            self._end(node, None)
+        elif node in self._to_end:
+            self._has_ended(node)
 
     @handles(msg.SickHost)
     def _drain_sick(self, sender: Address, message: msg.SickHost) -> None:
@@ -123,7 +152,10 @@ class Drains(Part):
     def _emptied(self, sender: Address, message: msg.HostEmptied) -> None:
         """The controller needs nothing any more that is on a host."""
         if self.inventory.draining.get(message.node) is not None:
-            self.env.send(executor_of(message.node), msg.Leave("it was drained"))
+            reason = (
+                "it was drained, and no host took all it has" if message.keeps else "it was drained"
+            )
+            self.env.send(executor_of(message.node), msg.Leave(reason, message.keeps))
             self._end(message.node, None)
 
     @handles(msg.PeerLost)
@@ -131,6 +163,8 @@ class Drains(Part):
         """A host that is lost while it is emptied counts as drained."""
         if self.inventory.draining.get(message.node) is not None:
             self._end(message.node, None)
+        elif message.node not in self.inventory.draining:
+            self._has_ended(message.node)
 
     @handles(Overdue)
     def _overdue(self, sender: Address, timer: Overdue) -> None:
@@ -138,7 +172,7 @@ class Drains(Part):
         if self.inventory.away(timer.island, timer.epoch) is None:
             return
         for node in [node for node, host in self.inventory.draining.items() if host is None]:
-            if self._left[node] == timer.island:
+            if self._left.get(node) == timer.island:
                 self._end(node, HostLost(f"host {node} did not come back to be emptied"))
 
     def _end(self, node: str, error: Error | None) -> None:
@@ -146,8 +180,14 @@ class Drains(Part):
         self._left.pop(node, None)
         for message in self._asked.pop(node, ()):
             self._answer(message, error)
+        self._has_ended(node)
         self.epochs.tell_draining()
         self.epochs.announce()
+
+    def _has_ended(self, node: str) -> None:
+        if node in self._to_end:
+            self._to_end.remove(node)
+            self.env.send(CONTROL, msg.HostEnded(node))
 
     def _answer(self, message: msg.DrainHost, error: Error | None) -> None:
         report = ErrorReport.of(error) if error is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pw.core.actors.actor import Actor, Env
-from pw.core.messages import HostInfo, IslandInfo, IslandWork, PeerLost
+from pw.core.messages import HostInfo, IslandInfo, IslandWork, PeerLost, RegisterHost
 from pw.core.tenants import NO_SECRET, Claims
 from pw.core.waits import MOVE_S
 from pw.sched.cluster.draining import Drains
@@ -37,6 +37,8 @@ class ResourceManager(Actor):
             order={
                 # Drained hosts are given up before their islands go on without them.
                 PeerLost: (Drains, Epochs),
+                # A host that is to be emptied gets no seat.
+                RegisterHost: (Drains, Epochs),
                 Overdue: (Drains, Epochs),
                 # A parked slice's former island gets spares before the slice is placed.
                 WaitedEnough: (Epochs, SliceTable),

@@ -116,7 +116,8 @@ class SliceTable(Part):
         if piece is None or piece.state is not SliceState.PARKED:
             return
         piece.request = msgspec.structs.replace(piece.request, formerly="", like=0)
-        may_end = timer.is_over and not self._waits_for_hosts(piece)
+        waits = piece.request.waits or self._waits_for_hosts(piece)
+        may_end = timer.is_over and not waits
         if may_end and self.room(piece.request) is None:
             self._refuse(piece)
         else:

@@ -42,6 +42,7 @@ from pw.sched.control.explain.plans import Plans
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
+from pw.sched.control.leaving_hosts import LeavingHosts
 from pw.sched.control.lookups import Lookups
 from pw.sched.control.names import NameTable
 from pw.sched.control.preemption import Preemption
@@ -162,6 +163,7 @@ class Controller(Actor):
         suspensions = self.suspensions = Suspensions(
             sessions, stream, slices, runs, replicas, losses, rebuilder, island_status
         )
+        leaving = self._leaving_hosts = LeavingHosts(sessions, suspensions)
         preemption = Preemption(sessions, slices, suspensions, island_status, preempt_s)
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
@@ -170,7 +172,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
-            *(preemption, self.sick),
+            *(preemption, leaving, self.sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -274,6 +276,7 @@ class Controller(Actor):
             self._go_on()
         if self.suspensions.leaving:
             self.suspensions.go_on()
+        self._leaving_hosts.go_on()
         if self._publishing is not None:
             self.runs.publish()
             self._publishing.turn_ended()

@@ -49,6 +49,7 @@ class Faults:
             ("crash", profile.crashes * scale, self._crash),
             ("supervisor", profile.supervisor_stops * scale, self._stop_supervisor),
             ("machine", profile.machine_crashes * scale, self._crash_machine),
+            ("notice", profile.notices * scale, self._give_notice),
             ("island", profile.island_losses, self._lose_island),
             ("controller", profile.restarts, self._restart_controller),
             ("client", profile.client_deaths, self._kill_client),
@@ -198,6 +199,22 @@ class Faults:
             host.crash(machine=True)
             if random.random() < 0.7:
                 host.restart_later(random.uniform(3.0, 20.0))
+
+    def _give_notice(self, random: Random) -> None:
+        """A host, all of its island, or all are told to end, and come back later, with what they have left.
+
+        That excuses no error, unless the time for it is too short.
+        """
+        host = random.choice(self._cluster.hosts)
+        island = [one for one in self._cluster.hosts if one.island == host.island]
+        told = random.choice(((host,), (host,), island, self._cluster.hosts))
+        within_s = random.choice((0.02, 30.0, 60.0)) * random.uniform(0.5, 1.5)
+        back_s = random.choice((0.5, 5.0, 40.0)) * random.uniform(0.5, 1.5)
+        for one in told:
+            if one.node is not None and one.back_s is None:
+                self._world.ledger.note("notice")
+                self._trace(f"notice: {one.name} is to end within {within_s:.2f} s")
+                one.tell_to_end(within_s, back_s)
 
     def _lose_island(self, random: Random) -> None:
         """All machines of an island die, and come back together, when its clients may have given it up."""

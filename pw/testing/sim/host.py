@@ -89,6 +89,8 @@ class SimHost:
     """Time at which the supervisor goes on, if it is stopped, in seconds."""
     finished: bool = False
     """True if the host has left for good."""
+    back_s: float | None = None
+    """Seconds after which another worker begins with its files, once it is told to end."""
     _leaving: bool = False
 
     def __post_init__(self) -> None:
@@ -138,6 +140,7 @@ class SimHost:
             spare=self.spare or self.incarnation > 1,
             coords=self.coords,
             wraps=self.wraps,
+            is_to_end=self.back_s is not None,
         )
         self.files = SimFiles(node, backend)
         counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
@@ -171,6 +174,8 @@ class SimHost:
         for act in self.cluster.on_start["host"]:
             act(self)
         self.executor.register()
+        if self.back_s is not None:
+            self.executor.ask_to_leave()
 
     def restart_later(self, delay_s: float) -> None:
         """Start a child after a while."""
@@ -189,6 +194,29 @@ class SimHost:
     def stop_supervisor(self, length_s: float) -> None:
         """The supervisor alone does nothing for a while."""
         self.stopped_until_s = max(self.stopped_until_s, self.world.now_s + length_s)
+
+    def tell_to_end(self, within_s: float, back_s: float) -> None:
+        """The host is to end; another one, with what it leaves in files, comes after a while."""
+        self.back_s = back_s
+        if self.node is not None and self.stopped_until_s <= self.world.now_s:
+            self.executor.ask_to_leave()
+        self.world.after(within_s, self._end_at_last)
+
+    def _end_at_last(self) -> None:
+        """The time to end is over: the supervisor kills the child."""
+        if self.back_s is not None and not self.finished:
+            self.world.ledger.note("notice too short", self.name)
+            self.crash(machine=False)
+            self._come_back()
+
+    def _come_back(self) -> None:
+        assert self.back_s is not None
+        self.world.after(self.back_s, self._begin_anew)
+        self.back_s, self.finished = None, True
+
+    def _begin_anew(self) -> None:
+        self.finished = False
+        self.start()
 
     def _take(self) -> None:
         """The supervisor takes the replicas that were sent."""
@@ -239,6 +267,8 @@ class SimHost:
         """End for good."""
         self.finished = True
         self._leave(reason, 0.0)
+        if self.back_s is not None:
+            self._come_back()
 
     def _leave(self, reason: str, restart_s: float) -> None:
         node = self.node

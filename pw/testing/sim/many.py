@@ -1,8 +1,9 @@
 """Many users of three kinds on one island, some of whom are killed: they train, serve, or are notebooks.
 
 A user who trains always has work. One who serves gets requests at random times (Poisson), at `LOAD` of what
-its share allows, and each has a deadline. A notebook calls in bursts, and does nothing in between. The policy
-is `share`. `Crowd` checks, where others have been killed as well:
+its share allows, and each has a deadline: a while after it comes, or when the share alone allows it if many
+have come at once. A notebook calls in bursts, and does nothing in between. The policy is `share`. `Crowd`
+checks, where others have been killed as well:
 
 | | promise |
 |---|---|
@@ -143,6 +144,9 @@ class ServingUser(Resident):
         self.waits_for, self.think_s = IN_FLIGHT, 1e-5
         self.requests: list[float] = []
         """Times of requests that are not called yet, in seconds."""
+        self.allowed_s = 0.0
+        """Time at which all requests have ended on devices that give the user no more than its share, in
+        seconds."""
         self.asked: dict[int, float] = {}
         """Times of requests in flight, in seconds, by their result."""
         return 2.0
@@ -171,14 +175,22 @@ class ServingUser(Resident):
 
     def _request(self, life: int, requests: int) -> None:
         if life == self.lives and self.node.alive and not self.final:
-            self.requests += [self.world.now_s] * requests
+            now_s = self.world.now_s
+            for _ in range(requests):
+                self.allowed_s = max(self.allowed_s, now_s) + self.takes_s / self.due
+                self.requests.append(max(now_s, self.allowed_s - DEADLINE_S))
             self._call_more()
             self._next(life)
 
     def _pause(self) -> tuple[float, int]:
         """Return the seconds until the next requests, and their number."""
-        total = sum(user.share for user in self.cluster.users)
-        return self.random.expovariate(LOAD * self.share / total / self.takes_s), 1
+        return self.random.expovariate(LOAD * self.due / self.takes_s), 1
+
+    @property
+    def due(self) -> float:
+        """Part of the device time that is due to the user."""
+        total: float = sum(user.share for user in self.cluster.users)
+        return self.share / total
 
     def _came(self, array: int, result: Any, error: BaseException | None) -> None:
         asked_s = self.asked.pop(array)

@@ -117,8 +117,11 @@ class Monitors:
         world.watch_sent(msg.Run, self._run_sent)
         world.watch_sent(msg.RunsSettled, self._credits_back)
         world.watch_sent(msg.EpochEnded, self._island_lost)
+        world.watch_sent(msg.ClientsLeft, self._clients_left)
         world.watch_handled(msg.IslandFormed, self._island_formed)
         self._checkpoints: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._emptied: set[str] = set()
+        """Names of hosts that had to end, and whose clients have left their islands."""
         world.watch_sent(msg.Holdings, self._told_of_copies)
         world.watch_handled(msg.Holdings, self._counted)
         world.watch_sent(msg.Checkpoint, self._checkpoint_asked)
@@ -344,11 +347,24 @@ class Monitors:
 
     # --- epochs --------------------------------------------------------------------------------------
 
+    def _clients_left(self, sender: Address, to: Address, message: msg.ClientsLeft) -> None:
+        """A host ends: the clients of its island have left."""
+        self._emptied.add(message.node)
+        island = self._cluster.resources.inventory.island_of(message.node)
+        suspensions = self._cluster.controller.suspensions
+        for client in suspensions.leaving.values():
+            self._world.checked["left before"] += 1
+            if island is not None and island.name in suspensions.islands_of(client):
+                words = f"{message.node} ends before {client.name} has left {island.name}"
+                raise Violation("suspended", words)
+
     def _island_lost(self, sender: Address, to: Address, message: msg.EpochEnded) -> None:
         """An epoch ends: its fault has touched all hosts of the island."""
         ledger = self._world.ledger
         if not ledger.any:
             raise Violation("epochs last", f"{message.error.message}, and nothing was injected")
+        if any(message.error.message.endswith(f"host {node} is drained") for node in self._emptied):
+            return  # clients have left the island before, so they lose nothing with it
         ledger.touch(*self._cluster.hosts_of(message.island))
 
     # --- slices --------------------------------------------------------------------------------------

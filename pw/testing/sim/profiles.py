@@ -62,6 +62,8 @@ class SimProfile:
     """Part by which a node's clock may run faster or slower."""
     spares: float = 0.0
     """Probability, for each island, that a spare host waits for a place in it."""
+    notices: float = 0.0
+    """Number of times that a host, or all of an island, is told to end, and comes back later."""
     drains: float = 0.0
     """Probability that a client has one host drained."""
     join_failures: float = 0.0
@@ -323,6 +325,7 @@ PROFILES = {
         SimProfile("devices", **_DEVICES),
         SimProfile("network", span_s=20.0, **_NETWORK),
         SimProfile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3, named_hosts=0.1),
+        SimProfile("notices", span_s=15.0, notices=1.5, spares=0.2),
         SimProfile("crashes", span_s=20.0, **_CRASHES),
         SimProfile(
             "slices",

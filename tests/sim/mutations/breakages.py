@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from pw.core import messages as m
 from pw.core.compact import Compact
 from pw.core.functions.feeding import Feeder
-from pw.core.ids import CONTROLLER, Address, client_id, store_of
+from pw.core.ids import CONTROLLER, RESOURCES, Address, client_id, store_of
 from pw.core.programs.counted import NUMBER, unpacked
 from pw.core.programs.plan import Execute, Free, HostSegment, Receive
 from pw.core.programs.program import Computation, Kind
@@ -831,3 +831,8 @@ def all_in_flight(behind: Callable[..., Any], client: Any, suspension: Any) -> A
 def held_alone(present: Callable[..., Any], client: Any, suspension: Any) -> Any:
     """Leave out what only queued runs read."""
     return (one for one in present(client, suspension) if one[0] in client.arrays.held)
+
+
+def end_at_once(controller: Any, message: m.HostMustEnd) -> None:
+    """Have a host end though its clients have not left."""
+    controller.env.send(RESOURCES, m.ClientsLeft(message.node))

@@ -398,6 +398,22 @@ row(
     wrap("host.executor.leases.take", breakages.take_beyond_the_room),
     seen("leases-memory", 1, "memory"),
 )
+# --- hosts that are told to end ------------------------------------------------------------------
+
+# A host ends before its clients have left.
+row(
+    "end-before-the-clients-leave",
+    after("controller", m.HostMustEnd, breakages.end_at_once),
+    seen("notices", 7, "suspended"),
+)
+# What no other host can take is not left for the next worker.
+row(
+    "leave-nothing-behind",
+    alter(m.Leave, lambda it: replace(it, keeps=False)),
+    seen("notices", 11, "oracle"),
+)
+# Clients do not hear that the host is gone.
+row("stay-suspended", drop(m.HostEnded), seen("notices", 41, "liveness"))
 # --- bounds of slices ----------------------------------------------------------------------------
 
 # Schedulers hear of higher bounds than slices have.
@@ -661,6 +677,16 @@ row(
     "shares-of-clients-alone",
     mishear("scheduler", m.AddClient, lambda it: replace(it, tenant=OPERATOR)),
     seen("divided", 1, "shares"),
+)
+# A user who serves has less than half of its share.
+row(
+    "serve-with-a-smaller-share",
+    mishear(
+        "scheduler",
+        m.AddClient,
+        lambda it: replace(it, share=0.8) if it.node.startswith("client-7.") else it,
+    ),
+    seen("many", 0, "deadlines"),
 )
 # The scheduler forgets a client when the one before it has left or was killed.
 row(

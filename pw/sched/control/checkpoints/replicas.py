@@ -269,17 +269,19 @@ class ReplicaTable(ControlPart):
             self._drains.start()
 
     def _look_at_drained(self) -> bool:
-        """Report the drained hosts that are empty."""
+        """Report the drained hosts that are empty, or that no host is there to empty."""
+        for client in self.sessions.clients:
+            is_rebuilt = client.rebuilds and client.away is None
+            if is_rebuilt or any(one.restored for _, one in client.arrays.arriving()):
+                return bool(self._draining)
         for node in sorted(self._draining):
-            if self._is_empty(node):
-                self._env.send(RESOURCES, msg.HostEmptied(node))
+            is_empty = self._is_empty(node)
+            if is_empty or self._draining.issuperset(self._hosts):
+                self._env.send(RESOURCES, msg.HostEmptied(node, not is_empty))
         return bool(self._draining)
 
     def _is_empty(self, host: str) -> bool:
         """Return whether no replica is on this host alone; offer such replicas elsewhere."""
-        for client in self.sessions.clients:
-            if client.rebuilds or any(one.restored for _, one in client.arrays.arriving()):
-                return False
         is_empty = True
         for array, replicas in self._replicas.items():
             origin = self._origin(array)

@@ -1,0 +1,67 @@
+"""Has clients leave an island that loses a host for good, when nothing can take their slices.
+
+A host that is told to end, as by a preemption notice, takes the devices of its island with it. Its clients are
+suspended: their launched work ends, and what they have is copied to host memory. Then the host is emptied like
+one that is drained. When it is gone, the clients ask for devices again, and wait for them however long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pw.core import messages as msg
+from pw.core.actors.actor import handles
+from pw.core.ids import RESOURCES, Address
+from pw.sched.control.clients import Client
+from pw.sched.control.sessions import ControlPart
+from pw.sched.control.suspension_states import Suspension
+from pw.sched.control.suspensions import Suspensions
+
+
+@dataclass(eq=False)
+class LeavingHosts(ControlPart):
+    """Suspends the clients of hosts that must end."""
+
+    suspensions: Suspensions
+    _awaited: dict[str, Collection[int]] = field(default_factory=dict, init=False)
+    """Numbers of the clients that are to leave for each host."""
+    _suspended: dict[str, list[tuple[Client, Suspension]]] = field(default_factory=dict, init=False)
+    """Clients that were suspended for each host, and go on when it is gone."""
+
+    @handles(msg.HostMustEnd)
+    def _must_end(self, sender: Address, message: msg.HostMustEnd) -> None:
+        node = message.node
+        clients = [
+            client
+            for client in self.sessions.calling
+            if message.island in self.suspensions.islands_of(client)
+        ]
+        at_work = [client for client in clients if client.suspension is None]
+        for client in at_work:
+            self.suspensions.suspend(client, f"host {node}, which is told to end,")
+        self._suspended.setdefault(node, []).extend(
+            (client, suspension)
+            for client in at_work
+            if (suspension := client.suspension) is not None
+        )
+        self._awaited[node] = [client.number for client in clients]
+
+    def go_on(self) -> None:
+        """Say which hosts have no clients any more, at the end of a turn.
+
+        A client that cannot leave keeps none: what it has on the host is lost as with any host.
+        """
+        for node, clients in list(self._awaited.items()):
+            if self.suspensions.leaving.keys().isdisjoint(clients):
+                del self._awaited[node]
+                self._env.send(RESOURCES, msg.ClientsLeft(node))
+
+    @handles(msg.HostEnded)
+    def _ended(self, sender: Address, message: msg.HostEnded) -> None:
+        """Let the clients go on."""
+        self._awaited.pop(message.node, None)
+        for client, suspension in self._suspended.pop(message.node, ()):
+            is_here = self.sessions.get(client.number) is client
+            if is_here and client.suspension is suspension:
+                self.suspensions.resume(client)
