@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import json
@@ -23,8 +24,9 @@ import pytest
 
 from pw.cli import handover
 from pw.cli.keeping import Keeper
+from pw.cli.parcel_files import KEPT_FOR_S, ParcelFile
 from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, ToSupervisor, Watch
-from pw.core.errors import ErrorReport
+from pw.core.errors import ArgumentError, ErrorReport
 from pw.devices.host.replica_memory import Replica
 from pw.processes.channel import Channel
 from tests.stages.daemons import Program, left_in_shared_memory, send, until, until_true
@@ -55,6 +57,46 @@ def test_arrays_of_any_layout_come_back_aligned_and_read_only() -> None:
         np.testing.assert_array_equal(copy, value)
         assert copy.ctypes.data % 64 == 0
         assert not copy.flags.writeable
+
+
+def test_a_parcel_in_a_file_is_that_of_the_next_worker_with_the_name(tmp_path: Path) -> None:
+    values = list(VALUES.values())
+    parcel = packed(values)
+    file = ParcelFile(str(tmp_path / "left"), "east/0")
+    assert file.load() is None
+    file.store(parcel)
+    parcel.close()
+    assert ParcelFile(str(tmp_path / "left"), "east/1").load() is None
+    (path,) = (tmp_path / "left").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    loaded = ParcelFile(str(tmp_path / "left"), "east/0").load()
+    assert loaded is not None
+    for value, replica in zip(values, handover.unpack(loaded, lambda: None), strict=True):
+        np.testing.assert_array_equal(replica.data, value)
+    file.remove()
+    assert file.load() is None
+
+
+def test_a_parcel_file_that_is_old_or_torn_is_not_read(tmp_path: Path) -> None:
+    file = ParcelFile(str(tmp_path), "a")
+    with contextlib.closing(packed([np.arange(1000)])) as parcel:
+        file.store(parcel)
+        (path,) = tmp_path.iterdir()
+        whole = path.read_bytes()
+        for part in (b"", whole[:7], whole[:-1], whole[:-16]):
+            path.write_bytes(part)
+            assert file.load() is None
+        file.store(parcel)
+        old_s = path.stat().st_mtime - KEPT_FOR_S - 60
+        os.utime(path, (old_s, old_s))
+        assert file.load() is None
+        assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=r"--keep-files .*/file/more: Not a directory"):
+        ParcelFile(str(tmp_path / "file" / "more"), "a")
 
 
 def test_a_mapped_array_can_be_aliased_by_jax_and_donated() -> None:

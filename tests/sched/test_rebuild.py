@@ -953,6 +953,25 @@ def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
     assert len(looks) == 1
 
 
+def test_a_copy_on_a_host_that_is_drained_too_does_not_count() -> None:
+    cluster = Cluster(spares=1)
+    client, world = cluster.client, cluster.world
+    array = client.upload(X, cluster.b)
+    client.checkpoint(array)
+    world.settle()
+    world.wait(1)
+    offers = (one for _, to, one in world.sent if isinstance(one, msg.OfferReplica))
+    (keeper,) = {to.node for _, to, one in world.sent if isinstance(one, msg.OfferReplica)}
+    assert {one.host for one in offers} == {"b0"}
+    world.post(RESOURCES, CONTROL, msg.Draining(("b0", keeper)))
+    world.drain(CONTROLLER)
+    (look,) = [alarm for alarm in world.alarms if repr(alarm.note).endswith("_look_at_drained")]
+    before = len(world.sent)
+    world.post(*(CONTROL, CONTROL, look.note))
+    world.drain(CONTROLLER)
+    assert not [one for _, _, one in world.sent[before:] if isinstance(one, msg.HostEmptied)]
+
+
 def test_a_host_that_does_not_exist_cannot_be_drained() -> None:
     cluster = Cluster()
     request = cluster.client.id()

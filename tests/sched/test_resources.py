@@ -40,8 +40,11 @@ class Bench:
         platform: str = "cpu",
         *,
         spare: bool = False,
+        is_to_end: bool = False,
     ) -> None:
-        said = msg.RegisterHost(island, hosts, devices, platform, f"at {node}", 7, spare)
+        said = msg.RegisterHost(
+            *(island, hosts, devices, platform, f"at {node}", 7, spare), is_to_end=is_to_end
+        )
         self.say(executor_of(node), said)
 
     def joined(self, node: str, epoch: int = 1, devices: int = 1, island: str = "i") -> None:
@@ -59,8 +62,8 @@ class Bench:
     def ask(self, number: int, devices: int, **how: Any) -> Any:
         """What the controller is told of a new slice; None if it has been told nothing at all."""
         wanted = [how.get(name) for name in ("kind", "island", "topology")]
-        apart = how.get("apart", ())
-        self.say(CONTROL, msg.AllocateSlice(number, devices, *wanted, apart=apart))
+        more = {name: how[name] for name in ("apart", "waits") if name in how}
+        self.say(CONTROL, msg.AllocateSlice(number, devices, *wanted, **more))
         return next(iter(self.world.to(CONTROL)[-1:]), None)
 
     def told(self, node: str, kind: type) -> list[Any]:
@@ -514,7 +517,7 @@ def test_a_host_that_asks_to_leave_is_drained_or_ends_at_once() -> None:
     bench.say(executor_of("a0"), msg.AskToLeave())
     assert bench.manager.inventory.draining == {"a0": None}
     assert not bench.world.to(executor_of("a0"), msg.Leave)
-    bench.host("a0", "a", 2)
+    bench.host("a0", "a", 2, is_to_end=True)
     bench.say(CONTROL, msg.HostEmptied("a0"))
     assert [one.reason for one in bench.world.to(executor_of("a0"), msg.Leave)] == [
         "it was drained"
@@ -522,6 +525,75 @@ def test_a_host_that_asks_to_leave_is_drained_or_ends_at_once() -> None:
     bench.say(executor_of("x0"), msg.AskToLeave())
     (leave,) = bench.world.to(executor_of("x0"), msg.Leave)
     assert "it has no place" in leave.reason
+    assert leave.keeps
+
+
+def must_end() -> Bench:
+    """An island of one host with a slice, which no other host can take; the host is told to end."""
+    bench = Bench()
+    bench.island("a", 1, 1)
+    bench.ask(1, 1)
+    bench.say(executor_of("a0"), msg.AskToLeave())
+    assert bench.news(msg.HostMustEnd) == [msg.HostMustEnd("a0", "a")]
+    assert not bench.manager.inventory.draining
+    return bench
+
+
+def test_a_host_that_must_end_waits_until_its_clients_have_left() -> None:
+    bench = must_end()
+    bench.say(CONTROL, msg.ClientsLeft("a0"))
+    assert bench.manager.inventory.draining == {"a0": None}
+    bench.lose("a0")  # its process, which begins again
+    assert not bench.news(msg.HostEnded)
+    bench.host("a0", "a", is_to_end=True)
+    bench.say(CONTROL, msg.HostEmptied("a0", keeps=True))
+    assert [one.keeps for one in bench.told("a0", msg.Leave)] == [True]
+    assert bench.news(msg.HostEnded) == [msg.HostEnded("a0")]
+    bench.host("a0", "a")
+    assert len(bench.told("a0", msg.FormIsland)) == 2
+
+
+def test_a_host_that_is_lost_before_its_clients_have_left_has_ended() -> None:
+    bench = must_end()
+    bench.lose("a0")
+    assert bench.news(msg.HostEnded) == [msg.HostEnded("a0")]
+    bench.say(CONTROL, msg.ClientsLeft("a0"))
+    assert not bench.manager.inventory.draining
+
+
+def test_a_worker_is_not_taken_for_one_that_was_told_to_end_before_it() -> None:
+    """That one was killed before it came back to be emptied."""
+    bench = must_end()
+    bench.say(CONTROL, msg.ClientsLeft("a0"))
+    bench.lose("a0")
+    bench.host("a0", "a")
+    assert bench.news(msg.HostEnded) == [msg.HostEnded("a0")]
+    assert not bench.manager.inventory.draining
+    assert len(bench.told("a0", msg.FormIsland)) == 2
+
+
+def test_a_host_that_begins_again_to_be_emptied_gets_no_seat() -> None:
+    """Another host of its island was drained first, so its own epoch has ended too."""
+    bench = Bench()
+    bench.island("a", 2, 1)
+    bench.host("s", "a", 2, spare=True)
+    bench.say(executor_of("a0"), msg.AskToLeave())
+    bench.say(executor_of("a1"), msg.AskToLeave())
+    assert not bench.told("a1", msg.Leave), "its next incarnation says the same"
+    bench.host("a1", "a", 2, is_to_end=True)
+    assert bench.manager.inventory.draining.keys() == {"a0", "a1"}
+
+
+def test_a_slice_that_waits_however_long_outlives_the_timers_of_earlier_requests() -> None:
+    """A client that was suspended asks for its slice again."""
+    bench = Bench()
+    bench.ask(1, 1)  # it waits for the cluster to start
+    bench.island("a", 1, 1)
+    bench.say(CONTROL, msg.ReleaseSlice(1))
+    bench.lose("a0")
+    bench.ask(1, 1, waits=True)
+    bench.world.wait(2 * CLUSTER_START_S)
+    assert not bench.news(msg.SliceRefused)
 
 
 def test_a_host_joins_only_islands_that_its_certificate_allows() -> None:

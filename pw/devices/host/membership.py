@@ -116,6 +116,7 @@ class Membership(Part):
 
     def _end_without_controller(self) -> None:
         self._leaving = self.order.is_broken = True
+        self.process.hand_over(self.store.save())
         self.process.finish("told to end, and there is no controller")
 
     @handles(msg.HostRejected)

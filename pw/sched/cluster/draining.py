@@ -48,8 +48,7 @@ class Drains(Part):
         node, inventory = message.node, self.inventory
         island = inventory.island_of(node)
         if island is None and not (node in inventory.draining or node in inventory.spares):
-            may_come = any(node in each.awaited for each in inventory.islands.values())
-            if may_come or self.env.now_s() < inventory.settling_until_s:
+            if self._is_restarting(node) or self.env.now_s() < inventory.settling_until_s:
                 self.env.call_later(AGAIN_S, message)
                 return
             names = sorted(n for i in inventory.islands.values() for n in i.hosts)
@@ -89,8 +88,12 @@ class Drains(Part):
             self.env.send(CONTROL, msg.HostMustEnd(node, island.name))
         elif island is not None or node in self.inventory.spares:
             self._empty(node, island)
-        elif node not in self.inventory.draining:
-            self.env.send(sender, msg.Leave("it is told to end, and it has no place"))
+        elif node not in self.inventory.draining and not self._is_restarting(node):
+            self.env.send(sender, msg.Leave("it is told to end, and it has no place", keeps=True))
+
+    def _is_restarting(self, node: str) -> bool:
+        """Whether a host has left an epoch: its next incarnation says that it is to end."""
+        return any(node in island.awaited for island in self.inventory.islands.values())
 
     @handles(msg.ClientsLeft)
     def _clients_left(self, sender: Address, message: msg.ClientsLeft) -> None:

@@ -207,10 +207,10 @@ class Faults:
         """
         host = random.choice(self._cluster.hosts)
         island = [one for one in self._cluster.hosts if one.island == host.island]
-        told = random.choice(((host,), (host,), island, self._cluster.hosts))
+        ending = random.choice(((host,), (host,), island, self._cluster.hosts))
         within_s = random.choice((0.02, 30.0, 60.0)) * random.uniform(0.5, 1.5)
         back_s = random.choice((0.5, 5.0, 40.0)) * random.uniform(0.5, 1.5)
-        for one in told:
+        for one in ending:
             if one.node is not None and one.back_s is None:
                 self._world.ledger.note("notice")
                 self._trace(f"notice: {one.name} is to end within {within_s:.2f} s")

@@ -288,7 +288,12 @@ class ReplicaTable(ControlPart):
             if origin is None:  # deleted in this turn, at the end of which its replicas go
                 continue
             for box in replicas.get(host, ()):
-                if not any(box in boxes for other, boxes in replicas.items() if other != host):
+                elsewhere = (
+                    boxes
+                    for other, boxes in replicas.items()
+                    if other != host and other not in self._draining
+                )
+                if not any(box in boxes for boxes in elsewhere):
                     is_empty = False
                     self._offer(array, origin.spec, box, [host])
         return is_empty
