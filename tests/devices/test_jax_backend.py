@@ -502,6 +502,25 @@ async def test_what_a_chain_has_read_is_freed_before_its_end(host: Host) -> None
 
 
 @on_host
+async def test_what_a_chain_on_the_loop_has_read_is_freed_before_its_end(host: Host) -> None:
+    spec = spec_of()
+    await install_quick(host, b"quick", spec)
+    first, last = host.build(spec, np.zeros(8)), Value()
+    assert await host.watch(first) is None
+    await at_rest(host)
+    middle = [Value(), Value()]
+    is_early: list[bool] = []
+    for value in middle:
+        weakref.finalize(value, lambda: is_early.append(last.payload is None))
+    pairs = itertools.pairwise([first, *middle, last])
+    chain: list[Op] = [Execute(b"quick", (taken,), (made,)) for taken, made in pairs]
+    del middle, value, pairs
+    host.backend.submit(chain)
+    assert last.payload is not None, "the loop has computed it"
+    assert is_early == [True, False]
+
+
+@on_host
 async def test_no_arguments_and_several_results(host: Host) -> None:
     spec, other = spec_of((2,)), spec_of((), "int64")
 

@@ -56,6 +56,17 @@ def test_what_a_run_takes_on_a_slice_is_that_of_its_values_there() -> None:
     assert max(part.peaks((100, 0, 0))) == 2 * here.shard_bytes, "stage 0 runs on the other slice"
 
 
+def test_a_result_that_another_slice_computes_counts_on_its_own() -> None:
+    """Slices with the same devices: the bytes do not move."""
+    bindings = {number: Binding.of(number, "a", (DEVICE,)) for number in (1, 2)}
+    program = chain([split(1, 1)])
+    output = msgspec.structs.replace(program.outputs[0], spec=split(2, 1))
+    program = msgspec.structs.replace(program, outputs=(output,))
+    (memory,) = lower_with_memory(program, bindings, None, ("a",), (1, 2))[1]
+    sizes = {part.slice: max(part.peaks()) for part in memory.slices}
+    assert sizes == {1: split(1, 1).shard_bytes, 2: split(2, 1).shard_bytes}
+
+
 def test_an_island_that_counts_nothing_counts_slices_with_a_bound() -> None:
     bindings = {number: Binding.of(number, "a", (DEVICE,)) for number in (1, 2)}
     program = chain([split(1, 1), split(2, 1)])

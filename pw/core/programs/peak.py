@@ -49,7 +49,7 @@ class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostValue(msgspec.Struct, frozen=True, array_like=True):
-    """A program input that is donated or returned, and may be a small host value.
+    """A program input that may be a small host value, and is donated or returned, or in a view.
 
     Such a value has no buffer before: its donation frees nothing, and the run makes what it returns.
     """
@@ -165,11 +165,22 @@ class _Walk:
         self._slices, self._bounded = frozenset(slices), bounded
         self._island, self._executes = island, executes
         self._physical = slots.schedule.physical
+        self._name_outputs()
         self._drafts = [draft for draft in slots.schedule.segments if draft.island == island]
         self._group()
         self._live = [0] * len(self.groups)
         self._peaks = [0] * len(self.groups)
         self._at_execute: dict[tuple[int, int], int] = {}
+
+    def _name_outputs(self) -> None:
+        """Have outputs count on the slice for which they are made.
+
+        A result may have been computed on another slice with the same devices.
+        """
+        for output, slot in zip(self._program.outputs, self._schedule.output_slots, strict=True):
+            is_made = slot >= len(self._program.inputs)
+            if is_made and self._counts(output.spec) and not self._counts(self._specs[slot]):
+                self._specs = self._specs | {slot: output.spec}
 
     def _is_here(self, spec: ArraySpec) -> bool:
         return self._physical.island(spec.placement) == self._island
@@ -213,7 +224,6 @@ class _Walk:
                 position += 1
         inputs = [n for n, spec in enumerate(program.inputs) if self._counts(spec)]
         donated = frozenset(program.donated)
-        returned_or_donated = donated.union(self._schedule.output_slots)
         return IslandMemory(
             self._island,
             self.groups,
@@ -222,12 +232,30 @@ class _Walk:
             tuple(inputs),
             tuple(number for number in inputs if number in donated),
             tuple(self._outputs()),
-            host_values=tuple(
-                HostValue(number, self._physical.devices(spec.placement), spec.device_bytes)
-                for number in inputs
-                if number in returned_or_donated and (spec := program.inputs[number]).device_bytes
-            ),
+            host_values=tuple(self._host_values(donated.intersection(inputs))),
         )
+
+    def _host_values(self, donated: Collection[int]) -> Iterator[HostValue]:
+        """Yield what small host values take of the peak."""
+        program = self._program
+        made: set[int] = set()
+        for number, (output, slot) in enumerate(
+            zip(program.outputs, self._schedule.output_slots, strict=True)
+        ):
+            if not self._counts(output.spec):
+                continue
+            devices = self._physical.devices(output.spec.placement)
+            by_source: dict[int, list[DeviceAddress]] = {}
+            for source, device in zip(self._sources(number), devices, strict=False):
+                by_source.setdefault(source, []).append(device)
+            for source, theirs in by_source.items():
+                yield HostValue(source, tuple(theirs), output.spec.device_bytes)
+            if slot < len(program.inputs):
+                made.add(slot)
+        for number in sorted(made.union(donated)):
+            spec = program.inputs[number]
+            if spec.device_bytes:
+                yield HostValue(number, self._physical.devices(spec.placement), spec.device_bytes)
 
     def _arriving(self, draft: Draft) -> Iterator[Edge]:
         for step in draft.steps:
@@ -251,6 +279,8 @@ class _Walk:
         if not computation.traits.allocates:
             return  # its results are its arguments, which are freed right behind it if nothing else needs them
         donated_bytes = self._taken_over(execute)
+        if not self._groups_of[computation.placement]:  # it runs on another slice
+            self._peaks = list(map(max, self._peaks, self._live))
         for group in self._groups_of[computation.placement]:
             where = execute.computation, group
             size_bytes = self._live[group] - donated_bytes

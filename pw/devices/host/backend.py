@@ -263,8 +263,11 @@ class Backend(Protocol):
     def take_calls(self, handler: Callable[[ClientCall], None]) -> None:
         """Have `handler` called for each call of a client's function, on the loop thread."""
 
-    def submit(self, ops: Sequence[Op]) -> None:
-        """Run `ops` after all ops submitted before; one wake-up for all."""
+    def submit(self, ops: list[Op]) -> None:
+        """Run `ops` after all ops submitted before; one wake-up for all.
+
+        The list is empty then, so that what an op alone has read is freed while later ones run.
+        """
 
     def run_now(self, op: Execute) -> bool:
         """Run a computation before this returns, if that takes no time and nothing is before it.

@@ -32,7 +32,7 @@ import math
 import warnings
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ class JaxBackend:
         """Have `handler` called for each call of a client's function, on the loop."""
         self._calls.handled_by(handler)
 
-    def submit(self, ops: Sequence[Op]) -> None:
+    def submit(self, ops: list[Op]) -> None:
         """Run computations in order; build arrays and answer questions at once."""
         computing: deque[Op] = deque()
         asking: list[Watch | Read] = []
@@ -190,6 +190,7 @@ class JaxBackend:
                 asking.append(op)
             else:
                 computing.append(op)
+        ops.clear()
         nothing_comes = not computing and self.execution.is_idle
         for question in asking:
             self._answers.look(question, nothing_comes=nothing_comes)

@@ -54,6 +54,8 @@ class Claim:
     read: list[Buffer] = field(default_factory=list)
     donated: list[tuple[int, Buffer]] = field(default_factory=list)
     results: list[tuple[int, Buffer]] = field(default_factory=list)
+    made: list[Buffer] = field(default_factory=list)
+    """Buffers of small host values of which views have shards."""
     slices: tuple[Claim, ...] = ()
     """Part of the claim on each slice that has a bound."""
 
@@ -113,8 +115,8 @@ class DeviceMemory(DeviceBuffers):
             totals,
         )
         for value in memory.host_values:
-            there = np.isin(devices, self._numbered(value.devices))
-            needs.host_values[value.input] = there * value.shard_bytes
+            there = np.isin(devices, self._numbered(value.devices)) * value.shard_bytes
+            needs.host_values[value.input] = there + needs.host_values.get(value.input, 0)
         return needs
 
     def add_temporaries(self, program: int, temporary_bytes: tuple[int, ...]) -> None:
@@ -248,7 +250,7 @@ class DeviceMemory(DeviceBuffers):
         outputs: dict[int, Buffer] = {}
         for output, on in needs.outputs:
             if output.shards:
-                buffer = self._view(output, on, arguments)
+                buffer = self._view(output, on, arguments, claim.made)
             else:
                 same = outputs.get(output.same_as_output) or arguments.get(output.same_as_input)
                 buffer = same or Buffer(on, output.shard_bytes, used=self.runs)
@@ -259,6 +261,9 @@ class DeviceMemory(DeviceBuffers):
     def end(self, claim: Claim) -> None:
         """A run has ended: count its results instead of its reservation."""
         self._close(claim)
+        for shard in claim.made:
+            if shard.is_needed:
+                self.count(shard)
         for _, result in claim.results:
             if not result.is_counted:
                 for buffer in result.parts():

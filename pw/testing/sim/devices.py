@@ -166,7 +166,7 @@ class SimBackend:
     def take_calls(self, handler: Callable[[ops.ClientCall], None]) -> None:
         """Take nothing: no computation calls its client."""
 
-    def submit(self, batch: Sequence[ops.Op]) -> None:
+    def submit(self, batch: list[ops.Op]) -> None:
         """Run what computes after all that was submitted before; the rest at once."""
         asked: list[ops.Watch | ops.Read] = []
         is_alone = self.idle and not self._pump_planned
@@ -179,6 +179,8 @@ class SimBackend:
                 asked.append(op)
             else:
                 self._queue.append(op)
+            del op
+        batch.clear()
         for question in asked:
             self._look(question)
         if is_alone and self._queue and self._takes_no_time(self._queue[0]):

@@ -36,8 +36,8 @@ def random_bound(random: Random, request: msg.AllocateSlice, share: float) -> ms
 
 
 def profile_counts(profile: Any) -> bool:
-    """Whether bounds are looked at: those of slices only in the profile for them, whose seeds may fail."""
-    return bool(profile.quotas or (profile.slice_memory and profile.is_open))
+    """Whether bounds are looked at: those of slices where no loss has more come back than there was."""
+    return bool(profile.quotas or (profile.slice_memory and not profile.crashes))
 
 
 class MemoryBoundsMonitor:

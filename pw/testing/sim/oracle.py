@@ -23,7 +23,7 @@ from pw.core.programs.program import Program, ValueRef
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
-from pw.testing.sim.ledger import A_READ, DISPLACED, Ledger
+from pw.testing.sim.ledger import A_READ, DISPLACED, GIVEN_BACK, Ledger
 from pw.testing.sim.programs import ProgramDraft
 from pw.testing.sim.ragged import travelled
 from pw.testing.sim.views import contents
@@ -207,6 +207,8 @@ class Oracle:
             kind == "InsufficientDevices" or "given back" in words
         ):
             return None
+        elif kind == "PlacementError" and "handed over" in words:
+            return None if self._ledger.injected[GIVEN_BACK] else violation
         elif kind not in INFRASTRUCTURE:
             return violation
         placeless = ("drain", "named host replaced", DISPLACED)

@@ -309,7 +309,6 @@ PROFILES = {
         ),
         SimProfile(
             "bounds",
-            is_open=True,
             runs=60,
             slice_memory=0.8,
             views=0.1,
@@ -319,7 +318,7 @@ PROFILES = {
             quick=0.3,
             slices_given_back=0.05,
             client_deaths=1.0,
-            **(_TIERS | {"spill_files": 0.0}),
+            **_TIERS,
         ),
         _lossy("tiers-lost", runs=60, views=0.1, loops=0.1, handovers=0.05, **_TIERS),
         SimProfile("devices", **_DEVICES),

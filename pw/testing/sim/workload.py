@@ -25,6 +25,7 @@ from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.handovers import GONE, MOVED, give
 from pw.testing.sim.host import SUPERVISOR_STOPPED
+from pw.testing.sim.ledger import GIVEN_BACK
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.looping import is_burst, loop, run_ahead
 from pw.testing.sim.names import share
@@ -427,6 +428,7 @@ class SimClient(Life):
         self._post(Forget(tuple(lay)))
         self.kinds = [spec for spec in self.kinds if spec.placement.slice != number]
         self.given_back[number] = self.slices.pop(number)
+        self.world.ledger.injected[GIVEN_BACK] += 1
         self._post(Tell(msg.ReleaseSlice(number)))
         self._allocate()
 
