@@ -104,15 +104,16 @@ def _until(step: _Steps, condition: Any) -> None:
 
 @contextlib.contextmanager
 def stopped(pid: int, part: float) -> Iterator[None]:
-    """Stop a process for a part of each period, while the block runs."""
+    """Stop a process for a part of each period, while the block runs, or until it ends."""
     ends = threading.Event()
 
     def stop() -> None:
-        while not ends.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            ends.wait(part * PERIOD_S)
-            os.kill(pid, signal.SIGCONT)
-            ends.wait((1.0 - part) * PERIOD_S)
+        with contextlib.suppress(ProcessLookupError):
+            while not ends.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                ends.wait(part * PERIOD_S)
+                os.kill(pid, signal.SIGCONT)
+                ends.wait((1.0 - part) * PERIOD_S)
 
     thread = threading.Thread(target=stop)
     thread.start()

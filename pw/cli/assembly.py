@@ -8,6 +8,7 @@ imported a host's parts, and a host that imported a controller's, would start 0.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -113,6 +114,7 @@ def add_controller(
     recovery_s: float = RECOVERY_S,
     move_s: float = MOVE_S,
     preempt_s: float = PREEMPT_S,
+    replace_factor: float = math.inf,
     stall_s: float = STALL_S,
     first_client: int = 1,
     events: Sink | None = None,
@@ -133,6 +135,7 @@ def add_controller(
         recovery_s: how long work waits for a lost island before it fails, in seconds.
         move_s: how long slices wait for a lost island before they move to another one, in seconds.
         preempt_s: how long a slice waits before a client of lower priority leaves devices for it, in seconds.
+        replace_factor: how much slower than its gangs a host is that a spare replaces.
         stall_s: after how long without progress the log says why, in seconds.
         first_client: number of the first client; another one for each start at an address.
         events: takes what happens in the cluster; None to publish nothing.
@@ -156,7 +159,12 @@ def add_controller(
         schedulers[island] = node.add(
             f"scheduler/{island}",
             lambda env: IslandScheduler(
-                env, island, POLICIES[policy](), stall_s, counts_tenants=rights.have_file
+                env,
+                island,
+                POLICIES[policy](),
+                stall_s,
+                counts_tenants=rights.have_file,
+                replace_factor=replace_factor,
             ),
         )
 

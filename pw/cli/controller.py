@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from typing import Annotated
@@ -133,6 +134,15 @@ def serve(
             "preemptible; then one of them is suspended.",
         ),
     ] = PREEMPT_S,
+    replace_stragglers: Annotated[
+        float | None,
+        typer.Option(
+            min=1.2,
+            metavar="FACTOR",
+            help="Have a spare replace a host that makes its gangs slower by this factor, as 1.5, for 10 s "
+            "and 50 launches. By default slow hosts are only named.",
+        ),
+    ] = None,
     events: Annotated[
         str,
         typer.Option(
@@ -215,6 +225,7 @@ def serve(
         recovery_s=recovery_timeout,
         move_s=move_after,
         preempt_s=preempt_after,
+        replace_factor=replace_stragglers or math.inf,
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
         events=publisher,

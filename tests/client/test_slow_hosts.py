@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from bench.stragglers import stopped
-from tests.stages.daemons import until
+from tests.stages.daemons import Program, start_module, until
 
 pytestmark = pytest.mark.processes
 
@@ -21,16 +23,21 @@ STOPPED = 0.3
 WIDTH = 96
 
 
+def step_of(mesh: pw.Mesh) -> tuple[Any, Any]:
+    """Return a function with a collective, and its first argument."""
+
+    def part(y: Any) -> Any:
+        return jnp.tanh(y @ y) + jax.lax.pmean(y, "x")
+
+    step = pw.jit(lambda x: jax.shard_map(part, in_specs=P("x"), out_specs=P("x"))(x), mesh=mesh)
+    ones = np.ones((2 * WIDTH, WIDTH), np.float32)
+    return step, pw.put(ones, sharding=pw.NamedSharding(mesh, P("x")))
+
+
 def test_a_host_that_is_stopped_again_and_again_is_named() -> None:
     with pw.LocalCluster(hosts_per_island=2) as cluster:
         mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
-
-        def part(y: Any) -> Any:
-            return jnp.tanh(y @ y) + jax.lax.pmean(y, "x")
-
-        step = pw.jit(lambda x: jax.shard_map(part, in_specs=P("x"), out_specs=P("x"))(x))
-        ones = np.ones((2 * WIDTH, WIDTH), np.float32)
-        x = pw.put(ones, sharding=pw.NamedSharding(mesh, P("x")))
+        step, x = step_of(mesh)
 
         def named() -> list[str]:
             """Compute on both hosts for a while, and return the slow ones."""
@@ -53,3 +60,43 @@ def test_a_host_that_is_stopped_again_and_again_is_named() -> None:
             assert words in repr(pw.status())
             until(lambda: bool(named()) and words in pw.why(), "why says it", BOUND_S)
         until(lambda: not named(), "it is as fast as the other one again", BOUND_S)
+
+
+@pytest.mark.long
+def test_a_spare_replaces_a_slow_host(tmp_path: Path) -> None:
+    options = ("--bind", "tcp://127.0.0.1:0", "--replace-stragglers", 1.2)
+    controller = start_module("pw.cli.controller", *options, folder=tmp_path)
+    workers: dict[str, Program] = {}
+    try:
+        controller.until_says("listens at")
+        (address,) = re.findall(r"listens at (\S+)", controller.out)
+        where = ("--controller", address, "--island", "i", "--island-hosts", 2)
+        for name in "ab":
+            worker = start_module("pw.cli.worker", *where, "--name", name, folder=tmp_path)
+            workers[name] = worker
+        workers["a"].until_says("joined", BOUND_S)
+        spare = ("--controller", address, "--island", "i", "--name", "c", "--spare")
+        workers["c"] = start_module("pw.cli.worker", *spare, folder=tmp_path)
+        pw.connect(address)
+        step, x = step_of(
+            pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+        )
+
+        def is_replaced() -> bool:
+            nonlocal x
+            for _ in range(20):
+                x = step(x)
+            x.block_until_ready()
+            return "host is replaced" in controller.err
+
+        is_replaced()
+        (slow,) = (host for host in pw.status().hosts if host.name == "a")
+        with stopped(slow.pid, STOPPED):
+            until(is_replaced, "the spare is to take its place", BOUND_S)
+        assert workers["a"].end(BOUND_S) == 0
+        is_replaced()
+        assert {host.name for host in pw.status().hosts} == {"b", "c"}
+    finally:
+        pw.disconnect()
+        for program in (*workers.values(), controller):
+            program.kill()

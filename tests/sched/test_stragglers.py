@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ import pytest
 
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
-from pw.core.ids import Address, executor_of
+from pw.core.ids import RESOURCES, Address, executor_of
 from pw.core.messages import SlowCause
-from pw.sched.island.stragglers import SECONDS, Stragglers
+from pw.sched.island.stragglers import AGAIN_S, REPLACED_AFTER_S, SECONDS, Stragglers
 
 HOSTS = ("a", "b", "c")
 CLOCKS_US = {"a": 0, "b": 7_000_000_000, "c": -3_000_000}
@@ -45,10 +46,12 @@ class Slow:
 class Island:
     """The stragglers of an island, and the reports of its hosts."""
 
-    def __init__(self, compiling: tuple[str, ...] = ()) -> None:
+    def __init__(self, compiling: tuple[str, ...] = (), replace_factor: float = math.inf) -> None:
         self.second = 0
         self.lines: list[tuple[str, str, dict[str, Any]]] = []
         self.answers: dict[str, msg.PaceHeard] = {}
+        self.replaced: list[tuple[int, str]] = []
+        """Seconds in which hosts were to be replaced, and which."""
         program = SimpleNamespace(compiling=set(compiling))
         self.at_us = 0
         self.stragglers = Stragglers(
@@ -56,6 +59,7 @@ class Island:
             "east",
             SimpleNamespace(is_current=lambda epoch, sender: epoch == 1, hosts=HOSTS),  # type: ignore[arg-type]
             SimpleNamespace(compiling=lambda: iter([(1, program)] if compiling else [])),  # type: ignore[arg-type]
+            replace_factor,
         )
 
     def hear(self, sender: Address, message: object) -> None:
@@ -64,7 +68,11 @@ class Island:
     def now_s(self) -> float:
         return self.at_us * 1e-6
 
-    def send(self, to: Address, message: msg.PaceHeard) -> None:
+    def send(self, to: Address, message: msg.PaceHeard | msg.ReplaceHost) -> None:
+        if isinstance(message, msg.ReplaceHost):
+            assert to == RESOURCES
+            self.replaced.append((self.second, message.node))
+            return
         assert to == executor_of(to.node)
         self.answers[to.node] = message
 
@@ -201,3 +209,28 @@ def test_a_new_epoch_begins_without_slow_hosts() -> None:
 def test_differences_within_the_error_of_the_clocks_do_not_count() -> None:
     island = Island()
     assert not island.pass_seconds(12, b=Slow(longer=900, way=1_900))
+
+
+def test_a_host_that_stays_too_slow_is_replaced_and_asked_for_again_after_a_minute() -> None:
+    island = Island(replace_factor=1.5)
+    island.pass_seconds(90, a=Slow(longer=6_000))
+    (first_s, host), (second_s, again) = island.replaced
+    assert host == again == "a"
+    assert REPLACED_AFTER_S < first_s < REPLACED_AFTER_S + 10
+    assert second_s - first_s == pytest.approx(AGAIN_S, abs=1)
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        Slow(longer=3_000),
+        Slow(inputs=8_000, has_stream=True),
+        Slow(longer=9_000, seconds=range(10, 20)),
+    ],
+    ids=["by less", "with its input", "not for long"],
+)
+def test_other_slow_hosts_are_not_replaced(slow: Slow) -> None:
+    island = Island(replace_factor=1.5)
+    island.pass_seconds(60, a=slow)
+    assert any("slow host" in event for _, event, _ in island.lines)
+    assert not island.replaced

@@ -123,10 +123,9 @@ class DevicesTested(ControllerToSession, frozen=True, tag=255):
     """Hosts without a place in a ready island, whose devices are not open."""
 
 
-class SickHost(Local, frozen=True, tag=256):
-    """Controller to ResourceManager (local): a device of this host has failed its test.
-
-    The host is drained if a spare can take its place.
-    """
+class ReplaceHost(Local, frozen=True, tag=256):
+    """Controller, IslandScheduler to ResourceManager (local): drain this host if a spare can take its place."""
 
     node: str
+    reason: str
+    """Words for what is wrong with it, behind «the host»."""

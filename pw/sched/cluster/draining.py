@@ -114,18 +114,20 @@ class Drains(Part):
         elif node in self._to_end:
             self._has_ended(node)
 
-    @handles(msg.SickHost)
-    def _drain_sick(self, sender: Address, message: msg.SickHost) -> None:
-        """Empty a host with a device that has failed, if a spare can take its place."""
+    @handles(msg.ReplaceHost)
+    def _replace(self, sender: Address, message: msg.ReplaceHost) -> None:
+        """Empty a host that is slow, or has a device that has failed, if a spare can take its place."""
         node, island = message.node, self.inventory.island_of(message.node)
         if island is None or node in self.inventory.draining:
             return
         objection = self._objection(island, node)
         if objection is None and self.inventory.spare_for(island) is not None:
+            self.env.log("warning", "host is replaced", host=node, why=f"it {message.reason}")
             self._empty(node, island)
         else:
             reason = "there is no spare host for it" if objection is None else str(objection)
-            self.env.log("warning", "host with a sick device stays", host=node, reason=reason)
+            why = f"it {message.reason}"
+            self.env.log("warning", "host is not replaced", host=node, why=why, reason=reason)
 
     def _objection(self, island: Island, node: str) -> Error | None:
         """Return why an island cannot do without a host."""

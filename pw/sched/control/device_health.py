@@ -108,7 +108,7 @@ class SickDevices(ControlPart):
             self._publish("passed", host, device, former[device].words)
         failed = msg.SickState.FAILED
         if any(one.state is failed for one in message.sick):
-            self._env.send(RESOURCES, msg.SickHost(host))
+            self._env.send(RESOURCES, msg.ReplaceHost(host, "has a sick device"))
 
     def _publish(self, what: str, host: str, device: int, words: str) -> None:
         level = "info" if what == "passed" else "warning"

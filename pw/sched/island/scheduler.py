@@ -15,6 +15,7 @@ a gang of many hosts one for each of a few, which pass it on (`pw.core.messages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pw.core.actors.actor import Actor, Env, handles
@@ -63,6 +64,7 @@ class IslandScheduler(Actor):
         trees: Trees = TREES,
         *,
         counts_tenants: bool = False,
+        replace_factor: float = math.inf,
     ) -> None:
         super().__init__(env)
         self.island = island
@@ -101,7 +103,7 @@ class IslandScheduler(Actor):
             env, members, admission, programs, in_flight, queues, launcher, table, lending
         )
         self._holds = holds = LaunchHolds(env, island, queues, leases)
-        self.stragglers = stragglers = Stragglers(env, island, members, programs)
+        self.stragglers = stragglers = Stragglers(env, island, members, programs, replace_factor)
         reports = self.reports = Reports(
             *(env, island, members, programs, in_flight, queues, watchdog),
             *(policy, admission, table),

@@ -18,11 +18,13 @@ The *factor* of a host is the time with what it adds, divided by the time withou
 for a part of the time, as one that is stopped or has no processor, adds to all of these at random; it measures
 itself, and is compared with the other hosts. Each second has a factor. A host is slow if that is `SLOW` in most
 seconds, until it is below `AGAIN_FAST` in most. Reports come once a second, or less often in a large island, so
-nothing of this is on the way of a launch.
+nothing of this is on the way of a launch. A host that stays above the factor of `--replace-stragglers` is
+drained if a spare can take its place.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ from typing import NamedTuple
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import Address, executor_of
+from pw.core.ids import RESOURCES, Address, executor_of
 from pw.core.messages import SlowCause
 from pw.sched.island.members import Members
 from pw.sched.island.programs import IslandPrograms
@@ -61,6 +63,14 @@ CLOCKS_KEPT = 8
 """Newest readings of a clock, of which that with the shortest way counts."""
 WAYS = 3
 """Newest readings of the way to a host, of which the shortest counts."""
+REPLACED_AFTER_S = 10.0
+"""Seconds for which a host is slower than it may be before it is replaced."""
+REPLACED_AFTER = 50
+"""Least number of launches that are compared in these seconds."""
+AGAIN_S = 60.0
+"""Seconds until a spare is asked for again, if there was none."""
+ITS_OWN = frozenset((SlowCause.DEVICE, SlowCause.PROCESSOR, SlowCause.NETWORK, SlowCause.PAUSED))
+"""Causes that another host in its place would not have."""
 LONGER = 0.1
 """Part of the others' time by which computations take longer, if that alone explains a host."""
 
@@ -123,6 +133,11 @@ class _HostPace:
     readings: deque[_Reading] = field(default_factory=lambda: deque(maxlen=SECONDS))
     slow: _Slow | None = None
     """None if the host is not slow."""
+    compared: int = 0
+    """Number of launches that were compared."""
+    beyond: tuple[float, int] | None = None
+    """Since when the host is slower than it may be, in seconds, and the launches compared before; None if it is
+    not."""
 
     @property
     def way_us(self) -> float:
@@ -149,6 +164,8 @@ class Stragglers(Part):
     island: str
     members: Members
     programs: IslandPrograms
+    replace_factor: float = math.inf
+    """Factor from which on a host is replaced by a spare."""
     _hosts: dict[str, _HostPace] = field(default_factory=dict, init=False)
     _newest_launches: dict[tuple[int, int], _Compared] = field(default_factory=dict, init=False)
     """Reported launches by run and segment, the oldest first."""
@@ -226,6 +243,7 @@ class Stragglers(Part):
         for name, (times, _) in hosts.items():
             # Two clocks are compared, and each may be wrong.
             error = 2 * launch.errors[name] - errors[name]
+            self._hosts[name].compared += 1
             sums = self._second(self._hosts[name], launch.first_s)
             sums.launches += 1
             sums.took += took[name]
@@ -271,6 +289,22 @@ class Stragglers(Part):
             self.env.log("warning", "slow host", why=self._report_of(name, slowest, now_s).words)
         elif slowest is None and not is_new:
             self.env.log("info", "a host is as fast as its gangs again", host=name)
+        if self.replace_factor != math.inf:
+            self._replace(name, host, now_s)
+
+    def _replace(self, name: str, host: _HostPace, now_s: float) -> None:
+        """Ask for a spare in the place of a host that is too slow for long."""
+        slow = host.slow
+        if slow is None or slow.factor < self.replace_factor or slow.cause not in ITS_OWN:
+            host.beyond = None
+        elif host.beyond is None:
+            host.beyond = now_s, host.compared
+        else:
+            since_s, before = host.beyond
+            if now_s - since_s >= REPLACED_AFTER_S and host.compared - before >= REPLACED_AFTER:
+                host.beyond = now_s + AGAIN_S - REPLACED_AFTER_S, host.compared
+                words = f"has made its gangs {slow.factor:.2f} x slower for {now_s - since_s:.0f} s"
+                self.env.send(RESOURCES, msg.ReplaceHost(name, words))
 
     def _by_launches(self, name: str, host: _HostPace) -> _Slow | None:
         """Return how slow a host is by its launches; None if it is not, or not steadily."""

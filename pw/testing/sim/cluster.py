@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -161,6 +162,7 @@ class SimCluster(Site):
                     lending=LENDING,
                     trees=self.trees,
                     counts_tenants=self.rights.have_file,
+                    replace_factor=self.world.profile.replace_stragglers or math.inf,
                 ),
             )
             schedulers[island].residency.small_bytes = 0

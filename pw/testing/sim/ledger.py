@@ -9,6 +9,8 @@ DISPLACED = "slice displaced"
 """Name of what excuses errors: a slice has no room any more after a host was replaced, or the controller."""
 GIVEN_BACK = "slice given back"
 """Name of what excuses one error: an array is handed over after its owner has given its slice back."""
+SUSPENDED = "suspension"
+"""Name of what excuses errors of reads of arrays that their client has deleted meanwhile."""
 A_READ = "a read"
 """Name in the place of a computation: a host could not read a value."""
 

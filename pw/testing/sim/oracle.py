@@ -23,7 +23,7 @@ from pw.core.programs.program import Program, ValueRef
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
-from pw.testing.sim.ledger import A_READ, DISPLACED, GIVEN_BACK, Ledger
+from pw.testing.sim.ledger import A_READ, DISPLACED, GIVEN_BACK, SUSPENDED, Ledger
 from pw.testing.sim.programs import ProgramDraft
 from pw.testing.sim.ragged import travelled
 from pw.testing.sim.views import contents
@@ -220,7 +220,7 @@ class Oracle:
         forgotten = restarted and "given back" in words
         if held and lasts and not forgotten and f"{self._client} has no room" not in words:
             return f"{violation} (it could be made again)"
-        if not held and self._ledger.any:
+        if not held and (self._ledger.any or faults[SUSPENDED]):
             return None  # its island may have been formed anew because another one was lost
         nodes = [node for number in truth.slices for node in self._nodes_of(number)]
         return None if self._ledger.touched(nodes) else f"{violation} (no fault excuses that)"

@@ -141,6 +141,8 @@ class SimProfile:
 
     parts: bool = False
     """True if all of those clients but one work on parts of the island, and do not wait for their results."""
+    replace_stragglers: float = 0.0
+    """Factor from which on slow hosts are replaced by spares; 0 for never."""
     stragglers: float = 0.0
     """Probability that a host of the largest island is slow from some time on, in its devices, its processor or
     its links; the monitor checks which hosts are named slow."""
@@ -265,6 +267,19 @@ PROFILES = {
             clock_skew=2e-5,
             tenants=True,
             stragglers=0.75,
+        ),
+        SimProfile(
+            "stragglers-replaced",
+            hosts=4,
+            clients=1,
+            runs=200,
+            span_s=40.0,
+            silences=0.0,
+            clock_skew=2e-5,
+            spares=0.8,
+            tenants=True,
+            stragglers=0.75,
+            replace_stragglers=1.3,
         ),
         SimProfile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         SimProfile("clients", **_CLIENTS),

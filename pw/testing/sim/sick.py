@@ -146,7 +146,7 @@ class SickMonitor:
             return
         cluster.on_start["host"].append(self._watch_tests)
         world.watch_sent(msg.HostDevices, self._says)
-        world.watch_sent(msg.SickHost, self._drains)
+        world.watch_sent(msg.ReplaceHost, self._drains)
 
     def _watch_tests(self, host: Any) -> None:
         shown = self._shown[host.name, host.incarnation] = {}
@@ -167,7 +167,7 @@ class SickMonitor:
             if one.state is msg.SickState.FAILED and is_wrong:
                 raise Violation("sick", f"{device} is well, and its host says that it has failed")
 
-    def _drains(self, sender: Address, to: Address, message: msg.SickHost) -> None:
+    def _drains(self, sender: Address, to: Address, message: msg.ReplaceHost) -> None:
         self._world.ledger.note("drain", message.node)
 
     def check_end(self) -> None:

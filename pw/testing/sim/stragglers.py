@@ -8,12 +8,16 @@ does. All hosts stop for half a second now and then, and computations take longe
 |---|---|
 | named is slow | a host that the scheduler names is the slow one, and its cause fits |
 | slow is named | `NAMED_S` after it became slow, and from then on, the scheduler names the host |
+| replaced is slow | with the profile's `replace_stragglers`, only the slow host is replaced |
+| slow is replaced | and if there is a spare for it, `REPLACED_S` after it should have been named |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pw.core import messages as msg
+from pw.core.ids import Address
 from pw.core.messages import SlowCause
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.devices import OP_S
@@ -25,6 +29,8 @@ from pw.testing.sim.world import Violation
 
 NAMED_S = 10.0
 """Seconds after which a slow host is named."""
+REPLACED_S = 20.0
+"""Seconds after which a slow host that is named has left, if a spare can take its place."""
 LOOK_S = 0.25
 HICCUP_S = 0.5
 """Seconds for which a host may stop once."""
@@ -70,6 +76,9 @@ class Straggling:
         self._slow: SimHost | None = None
         self._kind = ""
         self._since_s = 0.0
+        self._is_leaving = False
+        """True if the slow host is to be replaced, as soon as there is a spare for it."""
+        self._world.watch_sent(msg.ReplaceHost, self._replaced)
         if self._user is not None:
             self._plan(self._user)
 
@@ -92,6 +101,9 @@ class Straggling:
     def _slow_down(self, host: SimHost, kind: str, takes_s: float, more: float) -> None:
         """Have each call wait for a host `more` times as long as it takes without."""
         node = host.node
+        members = [one.members.hosts for one in self._cluster.schedulers.values()]
+        if not any(host.name in hosts for hosts in members):
+            return  # a spare has its place
         assert node is not None
         if kind == "devices":
             node.device_slowness = 1.0 + more
@@ -102,6 +114,14 @@ class Straggling:
             node.link_slowness = more * takes_s / LATENCY_S
         self._slow, self._kind, self._since_s = host, kind, self._world.now_s
         self._world.ledger.injected["slow host"] += 1
+
+    def _replaced(self, sender: Address, to: Address, message: msg.ReplaceHost) -> None:
+        """Only a host that is slow, and was named, is replaced."""
+        self._world.checked["replaced"] += 1
+        if self._slow is None or message.node != self._slow.name:
+            raise Violation("stragglers", f"{message.node} is to be replaced, and is not slow")
+        self._is_leaving = True
+        self._world.ledger.note("drain", message.node)
 
     def _look(self) -> None:
         self.check()
@@ -125,5 +145,13 @@ class Straggling:
             if one.cause not in KINDS[self._kind]:
                 raise Violation("stragglers", f"{one.words}; but its {self._kind} are slow")
         began_s = max(self._since_s, self._user.began_s)
-        if slow is not None and slow not in named and self._world.now_s > began_s + NAMED_S:
+        if self._slow is None or self._world.now_s < began_s + NAMED_S:
+            return
+        if not (slow in named or self._is_leaving):
             raise Violation("stragglers", f"{slow} has slow {self._kind}, and is not named")
+        inventory = self._cluster.resources.inventory
+        is_late = self._world.now_s > began_s + NAMED_S + REPLACED_S
+        if is_late and self._world.profile.replace_stragglers and not self._slow.finished:
+            spare = inventory.spare_for(inventory.islands[self._slow.island])
+            if spare is not None or not self._is_leaving:
+                raise Violation("stragglers", f"{slow} is slow for long, and is not replaced")

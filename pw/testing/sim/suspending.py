@@ -16,6 +16,7 @@ from typing import Any
 from pw.client.session.thread_messages import Ask
 from pw.core import messages as msg
 from pw.core.ids import Address, client_of
+from pw.testing.sim.ledger import SUSPENDED
 from pw.testing.sim.world import Violation
 
 LATE_S = 10.0
@@ -41,6 +42,7 @@ def suspend(user: Any) -> None:
     promise = user._promise(f"suspend client {number}", lambda result, error: None)
     user._post(Ask(lambda request: msg.SuspendClients(request, number), promise, ()))
     world.checked["suspensions"] += 1
+    world.ledger.injected[SUSPENDED] += 1
     pause_s = random.choice((0.0, 1e-3, 0.05, 0.5, 2.0, 6.0))
     world.after(pause_s, resume, target, target.lives)
 
@@ -53,6 +55,7 @@ def _migrate(user: Any, target: Any) -> None:
     promise = user._promise(f"migrate client {number}", lambda result, error: None)
     user._post(Ask(lambda request: msg.MigrateClient(request, island, number, chosen), promise, ()))
     user.world.checked["migrations"] += 1
+    user.world.ledger.injected[SUSPENDED] += 1
 
 
 def resume(user: Any, life: int) -> None:

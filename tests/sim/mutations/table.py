@@ -398,6 +398,12 @@ row(
     wrap("host.executor.leases.take", breakages.take_beyond_the_room),
     seen("leases-memory", 1, "memory"),
 )
+# A slow host stays though a spare could take its place.
+row(
+    "keep-the-slow-host",
+    skip("resources", m.ReplaceHost, lambda it: True),
+    seen("stragglers-replaced", 0, "stragglers"),
+)
 # --- hosts that are told to end ------------------------------------------------------------------
 
 # A host ends before its clients have left.
