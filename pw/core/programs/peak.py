@@ -238,7 +238,7 @@ class _Walk:
     def _host_values(self, donated: Collection[int]) -> Iterator[HostValue]:
         """Yield what small host values take of the peak."""
         program = self._program
-        made: set[int] = set()
+        returned: set[int] = set()
         for number, (output, slot) in enumerate(
             zip(program.outputs, self._schedule.output_slots, strict=True)
         ):
@@ -251,8 +251,8 @@ class _Walk:
             for source, theirs in by_source.items():
                 yield HostValue(source, tuple(theirs), output.spec.device_bytes)
             if slot < len(program.inputs):
-                made.add(slot)
-        for number in sorted(made.union(donated)):
+                returned.add(slot)
+        for number in sorted(returned.union(donated)):
             spec = program.inputs[number]
             if spec.device_bytes:
                 yield HostValue(number, self._physical.devices(spec.placement), spec.device_bytes)

@@ -173,11 +173,11 @@ class DeviceBuffers:
         output: OutputMemory,
         on: DeviceSet,
         arguments: Mapping[int, Buffer | None],
-        made: list[Buffer],
+        fresh: list[Buffer],
     ) -> Buffer:
         """Return the buffer of a view, which names shards of the arguments.
 
-        Shards of small host values are `made` by the run, and count from its end.
+        `fresh` ones are of small host values: the run makes them, and they count from its end.
         """
         view = Buffer(on, output.shard_bytes, is_counted=True, shards={})
         assert view.shards is not None
@@ -186,7 +186,7 @@ class DeviceBuffers:
             if buffer is None:
                 shard = Buffer(self.device_set((device,), on.totals), output.shard_bytes)
                 if source in arguments:  # a small host value, which hosts make for this run
-                    made.append(shard)
+                    fresh.append(shard)
             else:
                 shard = self._divided(buffer)[device]
             shard.names += 1

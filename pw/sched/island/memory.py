@@ -54,7 +54,7 @@ class Claim:
     read: list[Buffer] = field(default_factory=list)
     donated: list[tuple[int, Buffer]] = field(default_factory=list)
     results: list[tuple[int, Buffer]] = field(default_factory=list)
-    made: list[Buffer] = field(default_factory=list)
+    fresh: list[Buffer] = field(default_factory=list)
     """Buffers of small host values of which views have shards."""
     slices: tuple[Claim, ...] = ()
     """Part of the claim on each slice that has a bound."""
@@ -250,7 +250,7 @@ class DeviceMemory(DeviceBuffers):
         outputs: dict[int, Buffer] = {}
         for output, on in needs.outputs:
             if output.shards:
-                buffer = self._view(output, on, arguments, claim.made)
+                buffer = self._view(output, on, arguments, claim.fresh)
             else:
                 same = outputs.get(output.same_as_output) or arguments.get(output.same_as_input)
                 buffer = same or Buffer(on, output.shard_bytes, used=self.runs)
@@ -261,7 +261,7 @@ class DeviceMemory(DeviceBuffers):
     def end(self, claim: Claim) -> None:
         """A run has ended: count its results instead of its reservation."""
         self._close(claim)
-        for shard in claim.made:
+        for shard in claim.fresh:
             if shard.is_needed:
                 self.count(shard)
         for _, result in claim.results:
