@@ -5,8 +5,10 @@ compute, with integers and a collective, is compared with numpy, value by value.
 the controller and clients are killed, and those that ended are started again. With `--device-memory 32KiB`
 the client gets its memory in parts; with `--tenants` all processes have certificates, and clients are of two
 tenants. With `--many` there are up to eight clients of three kinds, under the policy `share`: they call without
-a pause, at random times, or in bursts. It prints what happened, and ends with 1 at the first wrong value, when
-a client makes no step for two minutes, or if the cluster has anything left when all clients were killed.
+a pause, at random times, or in bursts. With `--moves` there is a second island: clients are suspended and go
+on, or move to it and back, and workers are told to end, and have a folder for what they leave. It prints what
+happened, and ends with 1 at the first wrong value, when a client makes no step for two minutes, or if the
+cluster has anything left when all clients were killed.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ ROWS, COLUMNS = 4, 64
 PRIME = 8191
 SAID_EVERY = 50
 CHECKPOINT_EVERY = 100
+MOVE_EVERY = 150
+"""Mean number of steps between two moves of a client."""
 STUCK_S = 120.0
 
 
@@ -53,7 +57,22 @@ BURST = 25
 """Calls of a burst."""
 
 
-def client(seed: int, devices: int, kind: str) -> None:
+def move(draw: random.Random, slice: Any) -> None:
+    """Leave the devices for a while, or go to another island, if that is possible now."""
+    import pw
+
+    try:
+        if draw.random() < 0.5:
+            pw.migrate(slice, island=draw.choice(("island", "west")))
+        else:
+            pw.suspend()
+            time.sleep(draw.choice((0.0, 0.05, 0.5)))
+            pw.resume()
+    except pw.Error as error:
+        print(f"not moved: {type(error).__name__}: {error}", flush=True)
+
+
+def client(seed: int, devices: int, kind: str, moves: bool) -> None:
     """Call and wait, again and again; say how many steps were right, and how many were leased."""
     from jax.sharding import PartitionSpec as P
 
@@ -88,6 +107,8 @@ def client(seed: int, devices: int, kind: str) -> None:
             pw.block_until_ready(probe)
         if steps % CHECKPOINT_EVERY == 0:
             pw.checkpoint(state)
+        if moves and draw.random() < 1 / MOVE_EVERY:
+            move(draw, slice)
         known = (known * 3 + known.sum() % PRIME + 1) % PRIME
         value, right = int(np.asarray(probe)), int(known.sum() % PRIME)
         if value != right:
@@ -120,6 +141,10 @@ def look_for_leftovers() -> None:
     print(f"left: {left}", flush=True)
 
 
+ACTS = ("comes", "comes", "goes", "client", "runtime", "runtime", "worker", "controller")
+"""Kinds of what may happen."""
+
+
 class Client:
     """A client as a process of its own."""
 
@@ -131,8 +156,10 @@ class Client:
         devices: int,
         kind: Kind = Kind.TRAINING,
         variables: Mapping[str, str] = MappingProxyType({}),
+        *,
+        moves: bool = False,
     ) -> None:
-        body = f"from tests.kills import client; client({seed}, {devices}, '{kind}')"
+        body = f"from tests.kills import client; client({seed}, {devices}, '{kind}', {moves})"
         self.program = Program(folder, ["-c", body], PW_ADDRESS=address, **variables)
         self.since_s = time.monotonic()
         self.leased = self.steps = 0
@@ -153,17 +180,26 @@ class Cluster:
     """A controller and two workers that are started again."""
 
     def __init__(
-        self, folder: Path, seed: int, device_memory: str, tenants: bool, many: bool
+        self,
+        folder: Path,
+        seed: int,
+        device_memory: str,
+        *,
+        tenants: bool = False,
+        many: bool = False,
+        moves: bool = False,
     ) -> None:
         self.folder, self.random = folder, random.Random(seed)
         self.kinds = tuple(Kind) if many else (Kind.TRAINING,)
         self.most, self.policy = (8, "share") if many else (2, "fifo")
+        self.moves = moves
+        self.acts = ACTS + ("notice", "notice") * moves
         self.memory = ("--device-memory", device_memory) if device_memory else ()
         self.authority = Authority.create() if tenants else None
         self.controller = self.start_controller("tcp://127.0.0.1:0")
         self.controller.until_says("tcp://")
         self.address = next(w for w in self.controller.out.split() if w.startswith("tcp://"))
-        self.workers = [self.worker(at) for at in range(2)]
+        self.workers = [self.worker(at) for at in range(3 if moves else 2)]
         self.clients: list[Client] = []
         self.seeds = 0
         self.done: Counter[str] = Counter()
@@ -185,8 +221,12 @@ class Cluster:
         return start_module("pw.cli.controller", *options, folder=self.folder, **mine)
 
     def worker(self, at: int) -> Program:
-        options = ("--controller", self.address, "--island", "island", "--island-hosts", 2)
-        options += ("--name", f"host-{at}", *self.memory)
+        where = ("--island", "island", "--island-hosts", 2)
+        if at == 2:
+            where = ("--island", "west", "--devices", 2)
+        options = ("--controller", self.address, *where, "--name", f"host-{at}", *self.memory)
+        if self.moves:
+            options += ("--drain", 20, "--keep-files", self.folder / "left")
         mine = self.credentials(Role.WORKER, f"host-{at}")
         return start_module("pw.cli.worker", *options, folder=self.folder, **mine)
 
@@ -195,7 +235,9 @@ class Cluster:
         tenant = ("research", "rivals")[self.seeds % 2]
         mine = self.credentials(Role.CLIENT, f"client-{self.seeds}", tenant)
         kind = self.kinds[self.seeds % len(self.kinds)]
-        self.clients.append(Client(self.folder, self.address, self.seeds, devices, kind, mine))
+        self.clients.append(
+            Client(self.folder, self.address, self.seeds, devices, kind, mine, moves=self.moves)
+        )
 
     def leave(self, at: int) -> None:
         one = self.clients.pop(at)
@@ -205,9 +247,7 @@ class Cluster:
 
     def act(self) -> str:
         """Let something happen; return what."""
-        what = self.random.choice(
-            ("comes", "comes", "goes", "client", "runtime", "runtime", "worker", "controller")
-        )
+        what = self.random.choice(self.acts)
         if what == "comes" and len(self.clients) < self.most:
             self.join(self.random.choice((1, 2)))
         elif what == "goes" and len(self.clients) > self.most // 2:
@@ -222,8 +262,13 @@ class Cluster:
             if not pids:
                 return "nothing"
             send(self.random.choice(pids), signal.SIGKILL)
+        elif what == "notice":
+            at = self.random.randrange(len(self.workers))
+            send(self.workers[at].process.pid, signal.SIGTERM)
+            self.workers[at].end()
+            self.workers[at] = self.worker(at)
         elif what == "worker":
-            at = self.random.randrange(2)
+            at = self.random.randrange(len(self.workers))
             self.workers[at].kill()
             self.workers[at] = self.worker(at)
             self.until_checkpoints()  # a slice waits for devices for a while only
@@ -278,11 +323,17 @@ def main() -> None:
         "--device-memory", default="", help="limits it, so leases have room for some launches only"
     )
     parser.add_argument("--tenants", action="store_true", help="clients of two tenants, over TLS")
+    parser.add_argument("--moves", action="store_true", help="clients and workers move, too")
     parser.add_argument("--many", action="store_true", help="up to eight clients of three kinds")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pw-kills-") as name:
         cluster = Cluster(
-            Path(name), arguments.seed, arguments.device_memory, arguments.tenants, arguments.many
+            Path(name),
+            arguments.seed,
+            arguments.device_memory,
+            tenants=arguments.tenants,
+            many=arguments.many,
+            moves=arguments.moves,
         )
         try:
             for _ in range(cluster.most // 2):
