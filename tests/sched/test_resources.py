@@ -582,6 +582,18 @@ def test_a_host_that_begins_again_to_be_emptied_gets_no_seat() -> None:
     assert not bench.told("a1", msg.Leave), "its next incarnation says the same"
     bench.host("a1", "a", 2, is_to_end=True)
     assert bench.manager.inventory.draining.keys() == {"a0", "a1"}
+    bench.host("t", "a", 2, spare=True)
+    bench.host("a0", "a", 2, is_to_end=True)
+    assert bench.told("t", msg.FormIsland), "the seat is free"
+
+
+def test_a_host_that_is_to_end_and_is_rejected_stops_no_island() -> None:
+    bench = Bench()
+    bench.world.islands = {"x0": ("east",)}
+    bench.host("x0", "a", is_to_end=True)
+    assert bench.told("x0", msg.HostRejected)
+    bench.host("a0", "a")
+    assert bench.told("a0", msg.FormIsland)
 
 
 def test_a_slice_that_waits_however_long_outlives_the_timers_of_earlier_requests() -> None:

@@ -104,11 +104,10 @@ class Drains(Part):
 
     @handles(msg.RegisterHost)
     def _registered(self, sender: Address, message: msg.RegisterHost) -> None:
-        """A host that is to end gets no seat; another worker with its name counts as a new host."""
+        """Another worker with the name of a host that was to end is a new host."""
         node, draining = sender.node, self.inventory.draining
         if message.is_to_end:
             self._to_end.add(node)
-            draining.setdefault(node, None)
         elif node in self._to_end and node in draining:
             self._end(node, None)
         elif node in self._to_end:

@@ -6,7 +6,7 @@ incarnations, and the island is formed again under the next epoch. Each host tak
 again; the rank of a lost host goes to a spare, or to the first host that registers. Slices survive:
 their virtual devices are bound to the same ranks (`pw.sched.cluster.slices`), and the controller
 lowers programs again. A drained host (`pw.sched.cluster.draining`) leaves in the same way, but for
-good.
+good, and one that says that it is to end gets no seat.
 
 A controller that is started again knows no hosts. Each host tells it of the epoch that it is in,
 which gives the form of its island and the host of each rank; that epoch is then ended as any other.
@@ -91,8 +91,12 @@ class Epochs(Part):
         if message.epoch:
             self._recall(sender, message)
             return
-        if node in self.inventory.draining:
+        if node in self.inventory.draining or message.is_to_end:
             self.inventory.draining[node] = host
+            for island in self.inventory.islands.values():
+                if node in island.awaited:
+                    island.awaited.discard(node)
+                    self._fill(island)
             self._greet(host)
             self.announce()
             self.tell_draining()

@@ -37,7 +37,7 @@ class ResourceManager(Actor):
             order={
                 # Drained hosts are given up before their islands go on without them.
                 PeerLost: (Drains, Epochs),
-                # A host that is to be emptied gets no seat.
+                # A new host with the name of one that was to end gets a seat.
                 RegisterHost: (Drains, Epochs),
                 Overdue: (Drains, Epochs),
                 # A parked slice's former island gets spares before the slice is placed.
