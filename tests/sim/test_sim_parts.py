@@ -352,11 +352,11 @@ def test_the_command_ends_after_its_time() -> None:
 def test_profiles_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, shares = 0.0, []
 
-    def search(seeds: range, profile: SimProfile, pool: None, share_s: float) -> bool:
+    def search(seeds: range, profile: SimProfile, pool: None, share_s: float) -> list[object]:
         nonlocal now_s
         shares.append(share_s)
         now_s += 2 * share_s if not shares[1:] else share_s  # the first one is late
-        return True
+        return []
 
     monkeypatch.setattr(sim, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(sim, "search", search)

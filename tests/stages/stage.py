@@ -40,7 +40,7 @@ def held(cluster: InProcessCluster, host: int = 0) -> Iterator[None]:
         reached.set()
         gate.wait(BOUND_S)
 
-    cluster.hosts[host].backend.submit((RunFunction(wait),))
+    cluster.hosts[host].backend.submit([RunFunction(wait)])
     assert reached.wait(BOUND_S)
     try:
         yield
