@@ -759,7 +759,7 @@ def test_what_was_copied_from_a_device_is_donated_afterwards(
         for reads in (1, 2):
             before = value
             futures, ops = zip(*(host.reading(before, spec) for _ in range(reads)), strict=True)
-            host.backend.submit(ops)
+            host.backend.submit(list(ops))
             views = await asyncio.wait_for(asyncio.gather(*futures), BOUND_S)
             (value,) = host.execute(b"k", before)
             assert await host.watch(value) is None
