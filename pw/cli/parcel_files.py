@@ -1,16 +1,19 @@
 """The parcel of a worker that ends, in a file: the next worker with the same name begins with it.
 
 A parcel (`pw.cli.supervision`) is memory, and goes with the supervisor. In a folder that other machines see,
-it outlives the machine. The file has the parcel and, at its end, the place of its index. It is written under
-another name first, so that a file is whole or not there. Arrays do not change, so an old file has no wrong
-ones; but numbers of clients come again after days, so a file counts for `KEPT_FOR_S` only.
+it outlives the machine. The file has the parcel and, at its end, the place of its index and a digest of all
+(BLAKE2b, RFC 7693), so that a file that was damaged is not used. It is written under another name first, so
+that a file is whole or not there. Arrays do not change, so an old file has no wrong ones; but numbers of
+clients come again after days, so a file counts for `KEPT_FOR_S` only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import time
+from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,9 +22,9 @@ from pw.core.errors import ArgumentError
 
 KEPT_FOR_S = 24 * 3600.0
 """Seconds after which a file is too old to begin with."""
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 """Bytes of one copy."""
-_END = struct.Struct(">8sQ")
+_END = struct.Struct(">8sQ32s")
 _MARK = b"pwparcel"
 
 
@@ -49,7 +52,7 @@ class ParcelFile:
         """Return the parcel in the file, in memory; None without one.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the file cannot be read, is too old, or was damaged.
         """
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -57,19 +60,16 @@ class ParcelFile:
             return None
         try:
             state = os.fstat(descriptor)
-            size_bytes = state.st_size - _END.size
-            end = os.pread(descriptor, _END.size, max(0, size_bytes))
             if time.time() - state.st_mtime > KEPT_FOR_S:
-                self.remove()
-                return None
-            if len(end) < _END.size:
-                return None
-            mark, index_offset = _END.unpack(end)
-            if mark != _MARK or index_offset > size_bytes:
-                return None
-            parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), index_offset)
+                raise OSError(f"{self._path} is too old")
+            size_bytes = max(0, state.st_size - _END.size)
+            end = os.pread(descriptor, _END.size, size_bytes)
+            parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
             try:
-                _copy(descriptor, parcel.descriptor, size_bytes)
+                digest = _copy(descriptor, parcel.descriptor, size_bytes)
+                mark, parcel.index_offset, expected = _END.unpack(end.ljust(_END.size, b"\0"))
+                if mark != _MARK or digest != expected or parcel.index_offset > size_bytes:
+                    raise OSError(f"{self._path} was damaged")
             except BaseException:
                 parcel.close()
                 raise
@@ -89,27 +89,34 @@ class ParcelFile:
             descriptor = os.open(part, flags, 0o600)
             try:
                 size_bytes = os.fstat(parcel.descriptor).st_size
-                _copy(parcel.descriptor, descriptor, size_bytes)
-                os.pwrite(descriptor, _END.pack(_MARK, parcel.index_offset), size_bytes)
+                digest = _copy(parcel.descriptor, descriptor, size_bytes)
+                os.pwrite(descriptor, _END.pack(_MARK, parcel.index_offset, digest), size_bytes)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             part.replace(self._path)
         except BaseException:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             raise
         return size_bytes
 
     def remove(self) -> None:
-        """Remove the file: another parcel has taken its place."""
-        self._path.unlink(missing_ok=True)
+        """Remove the file, if it is there: another parcel has taken its place, or it is of no use."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
-def _copy(source: int, target: int, size_bytes: int) -> None:
-    os.lseek(target, 0, os.SEEK_SET)
-    offset = 0
+def _copy(source: int, target: int, size_bytes: int) -> bytes:
+    """Copy so many bytes between two files, from their begins; return their digest (32 bytes)."""
+    digest, offset = blake2b(digest_size=32), 0
     while offset < size_bytes:
-        sent = os.sendfile(target, source, offset, min(PIECE_BYTES, size_bytes - offset))
-        if not sent:
+        piece = os.pread(source, min(PIECE_BYTES, size_bytes - offset), offset)
+        if not piece:
             raise OSError(f"the file ends after {offset} of {size_bytes} bytes")
-        offset += sent
+        digest.update(piece)
+        left = memoryview(piece)
+        while left:
+            written = os.pwrite(target, left, offset)
+            left, offset = left[written:], offset + written
+    return digest.digest()

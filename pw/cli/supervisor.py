@@ -203,7 +203,8 @@ class Supervisor:
         try:
             self._parcel = self._file.load()
         except OSError as error:
-            log("error", "what the last worker has left cannot be read", self._name, reason=error)
+            log("error", "what the last worker has left is not used", self._name, reason=error)
+            self._file.remove()
         if self._parcel is not None:
             log("info", "begins with what the last worker has left", self._name)
 

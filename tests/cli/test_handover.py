@@ -77,19 +77,25 @@ def test_a_parcel_in_a_file_is_that_of_the_next_worker_with_the_name(tmp_path: P
     assert file.load() is None
 
 
-def test_a_parcel_file_that_is_old_or_torn_is_not_read(tmp_path: Path) -> None:
+def test_a_parcel_file_that_is_old_torn_or_damaged_is_not_read(tmp_path: Path) -> None:
     file = ParcelFile(str(tmp_path), "a")
     with contextlib.closing(packed([np.arange(1000)])) as parcel:
         file.store(parcel)
         (path,) = tmp_path.iterdir()
         whole = path.read_bytes()
-        for part in (b"", whole[:7], whole[:-1], whole[:-16]):
+        damaged = bytearray(whole)
+        damaged[1000] ^= 1
+        for part in (b"", whole[:7], whole[:-1], whole[:-48], whole[1:], bytes(damaged)):
             path.write_bytes(part)
-            assert file.load() is None
+            with pytest.raises(OSError, match=r"a\.parcel was damaged"):
+                file.load()
         file.store(parcel)
         old_s = path.stat().st_mtime - KEPT_FOR_S - 60
         os.utime(path, (old_s, old_s))
-        assert file.load() is None
+        with pytest.raises(OSError, match="is too old"):
+            file.load()
+        file.remove()
+        file.remove()
         assert not path.exists()
 
 

@@ -129,6 +129,12 @@ def test_copies_on_the_islands_that_are_left(
         for lying in (split, elsewhere):
             with pytest.raises((pw.HostLost, pw.ArrayLost)):
                 pw.get(pw.put(lying, layouts[f"{survivor}, copies"]))
+        number = pw.publish("bias", state["bias"]).result(BOUND_S)
+        with pytest.raises(pw.HostLost):
+            pw.publish("bias", elsewhere["bias"]).result(BOUND_S)
+        np.testing.assert_array_equal(pw.lookup("bias"), STATE["bias"])
+        assert max(pw.names()["bias"].versions) == number, "the other one is none"
+        pw.unpublish("bias")
         host.restart()
         with changed:
             assert changed.wait_for(lambda: "returned" in heard, BOUND_S)

@@ -142,7 +142,8 @@ def test_a_version_replaces_the_one_before_it_and_stays_for_its_readers(users: U
     until(lambda: pw.names()["replaced"].versions == (2,), "version 1 goes")
     with pytest.raises(pw.NameNotFound, match="version 1 of 'replaced' is gone; the newest is 2"):
         pw.lookup("replaced", version=1)
-    with pytest.raises(pw.NameNotFound, match="no version after 2 yet; the newest is 2"):
+    match = "newest version of .replaced. is 2; it has no version after 2 yet"
+    with pytest.raises(pw.NameNotFound, match=match):
         pw.lookup("replaced", after=2)
 
 

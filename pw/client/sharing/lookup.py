@@ -140,9 +140,9 @@ def _check(name: Any, version: Any, after: Any, wait: Any) -> None:
         raise ArgumentError(
             f"pw.lookup takes a name, such as 'base' or 'tenant/base', not {name!r}"
         )
-    for what, number in (("version", version), ("after", after)):
+    for what, number, least in (("version", version, 1), ("after", after, 0)):
         if number is not None and (
-            not isinstance(number, int) or isinstance(number, bool) or number < 0
+            not isinstance(number, int) or isinstance(number, bool) or number < least
         ):
             raise ArgumentError(f"{what}={number!r} is no number of a version, which count from 1")
     if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not wait >= 0:

@@ -71,19 +71,20 @@ class NameDirectory:
         return shared
 
     def not_there(
-        self, client: Client, name: str, version: int = 0, after: int = 0
+        self, client: Client, name: str, version: int = 0, after: int = 0, wait_s: float = 0.0
     ) -> NameNotFound:
-        """Return the error of a lookup that finds nothing."""
+        """Return the error of a lookup that finds nothing, though it has waited so long."""
         shared = self.find(client, name, version)
         if shared is not None and shared.current is not None and (version or after):
             what = f"version {version}" if version else f"version after {after}"
+            then = f"after {wait_s:g} s" if wait_s else "yet. Give wait= to wait for it"
             return NameNotFound(
-                f"{name!r} has no {what} yet; the newest is {shared.current.number}. Give wait= to "
-                "wait for it"
+                f"the newest version of {name!r} is {shared.current.number}; it has no {what} {then}"
             )
         names = [self._text_for(client, one) for one in self.seen_by(client)]
         listed = f"; there are: {', '.join(names[:8])}" if names else ""
-        return NameNotFound(f"nothing is published as {name!r} for this session{listed}")
+        then = f" after {wait_s:g} s" if wait_s else ""
+        return NameNotFound(f"nothing is published as {name!r} for this session{then}{listed}")
 
     def seen_by(self, client: Client) -> list[SharedName]:
         """Return the names that a client may look up."""

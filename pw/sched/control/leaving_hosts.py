@@ -39,7 +39,7 @@ class LeavingHosts(ControlPart):
         ]
         at_work = [client for client in clients if client.suspension is None]
         for client in at_work:
-            self.suspensions.suspend(client, f"host {node}, which is told to end,")
+            self.suspensions.suspend(client, f"the end of host {node}")
         self._suspended.setdefault(node, []).extend(
             (client, suspension)
             for client in at_work

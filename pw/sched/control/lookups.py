@@ -18,6 +18,7 @@ from pw.core.errors import ArgumentError, NameNotFound
 from pw.core.ids import Address
 from pw.sched.control.clients import Client
 from pw.sched.control.names import NameTable
+from pw.sched.control.programs import said_of
 from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.versions import SharedName, Version, VersionState
 
@@ -143,12 +144,13 @@ class Lookups(ControlPart):
             if version is not None and version.state is VersionState.ARRIVING:
                 version = None
         if shared is not None and version is shared.current and (lost := shared.error()):
-            self.sessions.tell(client, msg.RequestFailed(message.request, lost))
+            what = f"version {shared.newest} of {message.name!r} is lost; publish it again"
+            self.sessions.tell(client, msg.RequestFailed(message.request, said_of(what, lost)))
             return True
         if shared is None or version is None or version.number <= message.after:
             if reader.is_over:
                 error = self.names.directory.not_there(
-                    client, message.name, message.version, message.after
+                    client, message.name, message.version, message.after, message.wait_s
                 )
                 self.names.refuse(client, message.request, error)
             return reader.is_over
