@@ -213,8 +213,12 @@ class MemoryBoundsMonitor:
                 buffer, shards = memory.buffers.get(number), entry.value.payload
                 if buffer is None or not isinstance(shards, Shards):
                     continue
-                if isinstance(whose, int):  # shards of a view may be those of another slice
-                    counts = entry.spec.placement.slice == whose and buffer.shards is None
+                if isinstance(
+                    whose, int
+                ):  # the bytes of a result or a view may be those of another slice
+                    own = {total.slice for total in buffer.on.totals}
+                    is_here = entry.spec.placement.slice == whose
+                    counts = is_here and whose in own and buffer.shards is None
                 else:
                     counts = self._tenants.get(client_of(number)) == whose
                 parts = buffer.parts() if counts else ()
