@@ -779,15 +779,25 @@ def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spare
     np.testing.assert_array_equal(client.value(state), X + 5)
 
 
+def checkpointed(cluster: Cluster) -> tuple[int, str]:
+    """An array of host b0 that has a copy on another host, and that host."""
+    world = cluster.world
+    array = cluster.client.upload(X, cluster.b)
+    cluster.client.checkpoint(array)
+    world.settle()
+    world.wait(1)
+    offers = [(to.node, one) for _, to, one in world.sent if isinstance(one, msg.OfferReplica)]
+    ((holder, keeper),) = {(offer.host, keeper) for keeper, offer in offers}
+    assert holder == "b0"
+    return array, keeper
+
+
 def test_a_drain_ends_though_nobody_could_take_its_copies_at_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = Cluster(spares=1)
     client, world = cluster.client, cluster.world
-    array = client.upload(X, cluster.b)
-    client.checkpoint(array)
-    world.settle()
-    world.wait(1)
+    array, keeper = checkpointed(cluster)
     post, is_full = world.post, True
 
     def refuse(sender: Address, to: Address, message: object) -> None:
@@ -796,7 +806,6 @@ def test_a_drain_ends_though_nobody_could_take_its_copies_at_first(
         post(sender, to, message)
 
     monkeypatch.setattr(world, "post", refuse)
-    (keeper,) = {to.node for _, to, m in world.sent if isinstance(m, msg.OfferReplica)}
     cluster.hosts[keeper].hand_over(())
     cluster.hosts[keeper].crash()
     world.settle()
@@ -955,14 +964,8 @@ def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
 
 def test_a_copy_on_a_host_that_is_drained_too_does_not_count() -> None:
     cluster = Cluster(spares=1)
-    client, world = cluster.client, cluster.world
-    array = client.upload(X, cluster.b)
-    client.checkpoint(array)
-    world.settle()
-    world.wait(1)
-    offers = (one for _, to, one in world.sent if isinstance(one, msg.OfferReplica))
-    (keeper,) = {to.node for _, to, one in world.sent if isinstance(one, msg.OfferReplica)}
-    assert {one.host for one in offers} == {"b0"}
+    world = cluster.world
+    _, keeper = checkpointed(cluster)
     world.post(RESOURCES, CONTROL, msg.Draining(("b0", keeper)))
     world.drain(CONTROLLER)
     (look,) = [alarm for alarm in world.alarms if repr(alarm.note).endswith("_look_at_drained")]

@@ -509,11 +509,17 @@ def test_a_drained_host_has_its_time_though_that_of_another_island_ends() -> Non
     assert not drained(bench)
 
 
-def test_a_host_that_asks_to_leave_is_drained_or_ends_at_once() -> None:
+def leaving() -> Bench:
+    """An island of two hosts, of which a0 asks to leave, and a spare for it."""
     bench = Bench()
     bench.island("a", 2, 1)
     bench.host("s", "a", 2, spare=True)
     bench.say(executor_of("a0"), msg.AskToLeave())
+    return bench
+
+
+def test_a_host_that_asks_to_leave_is_drained_or_ends_at_once() -> None:
+    bench = leaving()
     bench.say(executor_of("a0"), msg.AskToLeave())
     assert bench.manager.inventory.draining == {"a0": None}
     assert not bench.world.to(executor_of("a0"), msg.Leave)
@@ -574,10 +580,7 @@ def test_a_worker_is_not_taken_for_one_that_was_told_to_end_before_it() -> None:
 
 def test_a_host_that_begins_again_to_be_emptied_gets_no_seat() -> None:
     """Another host of its island was drained first, so its own epoch has ended too."""
-    bench = Bench()
-    bench.island("a", 2, 1)
-    bench.host("s", "a", 2, spare=True)
-    bench.say(executor_of("a0"), msg.AskToLeave())
+    bench = leaving()
     bench.say(executor_of("a1"), msg.AskToLeave())
     assert not bench.told("a1", msg.Leave), "its next incarnation says the same"
     bench.host("a1", "a", 2, is_to_end=True)
