@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
     from pw.client.moving import drain, migrate, resume, suspend
+    from pw.client.rebalancing import rebalance
     from pw.client.sharing.lookup import lookup, version_of
     from pw.client.sharing.publish import Publication, publish, unpublish
     from pw.core.functions.parts import ResultPart
@@ -138,6 +139,7 @@ _LAZY = {
     "suspend": "pw.client.moving",
     "resume": "pw.client.moving",
     "migrate": "pw.client.moving",
+    "rebalance": "pw.client.rebalancing",
     "IslandEvent": "pw.client.looking.islands",
     "island_events": "pw.client.looking.islands",
     "on_island_event": "pw.client.looking.islands",
@@ -202,6 +204,7 @@ __all__ = [
     "suspend",
     "resume",
     "migrate",
+    "rebalance",
     "IslandEvent",
     "island_events",
     "on_island_event",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -281,6 +282,48 @@ def migrate(
     from pw.cli import requests
 
     requests.migrate(address_of(address, credentials, insecure), client, island, timeout)
+
+
+def rebalance(
+    devices: Annotated[
+        int, typer.Option(min=0, help="Number of devices of a new slice that is to have room.")
+    ] = 0,
+    topology: Annotated[
+        str, typer.Option(help="Devices along each axis of its block, such as 2x4.")
+    ] = "",
+    island: Annotated[str, typer.Option(help="Its island; any by default.")] = "",
+    exclusive: Annotated[
+        bool, typer.Option("--exclusive", help="It is to share its devices with no other slice.")
+    ] = False,
+    memory: Annotated[
+        str, typer.Option(help="Bytes that it is to have on each device, such as 24GiB.")
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would move, and move nothing.")
+    ] = False,
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds to wait for each move, which goes on afterwards."),
+    ] = 120.0,
+) -> None:
+    """Move slices of clients to less loaded devices, as after islands have joined; or out of the way.
+
+    With `--devices` or `--topology`, the slices with the fewest bytes move that make room for such a slice. The
+    moves are shown first; then one client after the other pauses, as with `pw migrate`.
+
+    Exit codes: 0 when all have left their devices, or nothing has to move; 1, with one line on standard error,
+    if no moves make room, or one took longer.
+    """
+    from pw.cli import requests
+    from pw.client.rebalancing import plan_request
+
+    shape = tuple(map(int, re.findall(r"\d+", topology))) if topology else None
+    wanted = plan_request(devices or None, shape, island or None, exclusive, memory or None)
+    where = address_of(address, credentials, insecure)
+    requests.rebalance(where, wanted, dry_run, timeout, lambda moves: typer.echo(f"{moves}"))
 
 
 def drain(

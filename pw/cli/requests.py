@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from pw.client.looking.names import ClusterNames
 from pw.client.looking.plan import Plan
 from pw.client.looking.queue import ClusterQueue
 from pw.client.looking.status import ClusterStatus
+from pw.client.rebalancing import PlannedMoves, moved
 from pw.core.errors import Error
 from pw.core.ids import client_id
-from pw.core.messages import HostInfo, IslandInfo, Status, slow_hosts
+from pw.core.messages import HostInfo, IslandInfo, PlanMoves, Status, slow_hosts
 from pw.operating.timeline import tracing
 
 CONNECT_S = 3.0
@@ -262,6 +263,31 @@ def migrate(address: str, client: int, island: str, timeout_s: float) -> None:
         except TimeoutError:
             raise Error(
                 f"not all of its work has ended after {timeout_s:g} s; it moves when that has, see pw why"
+            ) from None
+
+
+def rebalance(
+    address: str,
+    wanted: PlanMoves,
+    dry_run: bool,
+    timeout_s: float,
+    show: Callable[[PlannedMoves], None],
+) -> None:
+    """Show the slices that move, and move them one after the other, unless this is a dry run.
+
+    Raises:
+        Error: no moves make room, or a move took longer than `timeout_s`.
+    """
+    with connected(address, CONNECT_S) as session:
+        moves = PlannedMoves(session.ask.plan_moves(wanted).moves)
+        show(moves)
+        try:
+            if not dry_run:
+                moved(session.ask, moves, timeout_s)
+        except TimeoutError:
+            raise Error(
+                f"a move has not left its devices after {timeout_s:g} s; it goes on, see pw status and pw why, "
+                "and later moves were not begun"
             ) from None
 
 

@@ -376,6 +376,13 @@ def test_only_its_tenant_and_operators_suspend_a_client(cluster: Cluster) -> Non
     refused = cluster.ask("suspend", number, tenant="red")
     assert refused.end() == 1
     assert "tenant 'red' may not suspend client" in refused.err
+    asked = cluster.ask("rebalance", "--dry-run", tenant="operator")
+    assert asked.end() == 0
+    assert "nothing has to move" in asked.out
+    asked = cluster.ask("rebalance", "--topology", "64x64", "--island", "east", tenant="red")
+    assert asked.end() == 1
+    assert "4096 devices" in asked.err
+    assert "nothing that may move would make room" in asked.err
     for tenant in ("green", "operator"):
         assert cluster.ask("suspend", number, tenant=tenant).end() == 0
         assert "suspended, by client" in cluster.clients("green")[0]["suspended"]

@@ -34,6 +34,7 @@ TAGS = """
     HostRejected=11 FormIsland=12 IslandJoined=13 IslandJoinFailed=14 LeaveIsland=15
     Directory=16 IslandFormed=17 EpochEnded=18 CoordinationStarted=19 StartCoordination=20
     StopCoordination=21 EndEpoch=22 AskToLeave=23 DrainHost=24 Leave=25 HostEmptied=26 Draining=27
+    MigrateClient=257 PlanMoves=258 MovesPlanned=259
     HostMustEnd=28 ClientsLeft=29 HostEnded=39 Attach=30
     Attached=31 Identify=32 Evicted=33 AllocateSlice=34 SliceBound=35 SliceRefused=36
     ReleaseSlice=37 SliceLost=38 RegisterProgram=40 ReleaseProgram=41 Run=42 RunFailed=43

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+import msgspec
+
 from pw.client.connection.waiting import Waiting, time_left
 from pw.client.display.live import About, patiently
 from pw.client.session.thread_messages import (
@@ -23,7 +25,7 @@ from pw.client.session.timelines import RecordedProcess
 from pw.core import messages as msg
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
 from pw.core.programs.stablehlo import Stablehlo, encode
-from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.transport.links.codec import MAX_FRAME_BYTES
 
 T = TypeVar("T")
@@ -159,12 +161,25 @@ class Questions:
         request = partial(msg.ResumeClients, client=client, tenant=tenant, island=island)
         return self._ask(request, Future[None]())
 
-    def migrate(self, client: int, slice_: int, island: str) -> Waiting[None]:
-        """Have a client, or one slice of it, go on on another island; settled when it has left its devices."""
-        request = partial(msg.MigrateClient, island=island, client=client, slice=slice_)
+    def migrate(
+        self, client: int, slice_: int, island: str, devices: tuple[DeviceAddress, ...] = ()
+    ) -> Waiting[None]:
+        """Have a client go on on another island; settled when it has left its devices.
+
+        With a slice, only this one moves, and to these devices if they are free.
+        """
+        request = partial(
+            msg.MigrateClient, island=island, client=client, slice=slice_, devices=devices
+        )
         answer = self.waiting(f"its devices to be left, for island {island}")
         self._ask(request, answer)
         return answer
+
+    def plan_moves(self, request: msg.PlanMoves, timeout_s: float = STATUS_S) -> msg.MovesPlanned:
+        """Return the moves that make room, or that spread slices. Raises InsufficientDevices."""
+        answer: Future[msg.MovesPlanned] = Future()
+        self._ask(lambda number: msgspec.structs.replace(request, request=number), answer)
+        return self._answered(answer, timeout_s)
 
     def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
         """Copy arrays to host memory, in order with the runs that make and donate them."""

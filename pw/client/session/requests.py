@@ -284,6 +284,7 @@ class Requests(Part):
         msg.NameList,
         msg.Queue,
         msg.DevicesTested,
+        msg.MovesPlanned,
         msg.Stats,
     )
     def _on_report(self, sender: Address, message: Any) -> None:

@@ -1,9 +1,12 @@
-"""Between clients, the controller and the schedulers: work that is suspended and goes on later."""
+"""Between clients, the controller and the schedulers: work that is suspended or moves, and goes on."""
 
 from __future__ import annotations
 
+import msgspec
+
 from pw.core.messages.base import ClientToController, ControllerToSession, Local
-from pw.core.messages.bounds import Count, Name
+from pw.core.messages.bounds import Count, DeviceBytes, DeviceCount, Devices, Name, Topology
+from pw.core.sharding import DeviceAddress
 
 
 class SuspendClients(ClientToController, frozen=True, tag=244):
@@ -45,6 +48,48 @@ class MigrateClient(ClientToController, frozen=True, tag=257):
     """Number of the client; 0 for the sender."""
     slice: int = 0
     """Number of the only slice that moves; 0 for all that are on other islands."""
+    devices: Devices = ()
+    """Devices of the island that the slice is to have, in order, if they are free; empty for any."""
+
+
+class PlanMoves(ClientToController, frozen=True, tag=258):
+    """ClientSession to Controller: say which slices should move. Nothing moves.
+
+    Without devices: so that slices share devices evenly. Else: so that there is room for a slice as
+    `AllocateSlice` asks for it. Only slices of clients that the sender may move do. Answered with
+    `MovesPlanned`, or with the reason why no moves make room.
+    """
+
+    request: int
+    devices: DeviceCount = 0
+    topology: Topology | None = None
+    island: Name | None = None
+    exclusive: bool = False
+    memory_bytes: DeviceBytes = 0
+
+
+class SliceMove(msgspec.Struct, frozen=True, array_like=True):
+    """A slice that should move."""
+
+    client: int
+    name: str
+    """Name of the client."""
+    slice: int
+    source: str
+    """Name of the island where it is."""
+    island: str
+    """Name of the island to which it moves; it may be the same."""
+    devices: tuple[DeviceAddress, ...]
+    """The devices that it gets there, in order."""
+    size_bytes: int
+    """Bytes of the arrays that move along."""
+
+
+class MovesPlanned(ControllerToSession, frozen=True, tag=259):
+    """Controller to ClientSession: the slices that should move."""
+
+    request: int
+    moves: tuple[SliceMove, ...]
 
 
 class PauseUploads(ControllerToSession, frozen=True, tag=249):

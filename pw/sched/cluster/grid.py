@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -109,6 +109,14 @@ class DeviceGrid:
         if least is None:
             return None
         return self._block(shape, ways[least[1]], self._order[least[2]])
+
+    def blocks(self, shape: Sequence[int]) -> Iterator[tuple[Position, ...]]:
+        """Yield all blocks of a shape, the devices of each in the order of the shape."""
+        for way in self.ways(shape):
+            for origin in self._order:
+                block = self._block(shape, way, origin)
+                if block is not None:
+                    yield block
 
     def is_block(self, shape: Sequence[int], positions: Sequence[Position]) -> bool:
         """Whether these devices, in this order, are a block of a shape as `best` returns it."""

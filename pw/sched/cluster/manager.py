@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pw.core.actors.actor import Actor, Env
-from pw.core.messages import HostInfo, IslandInfo, IslandWork, PeerLost, RegisterHost
+from pw.core.messages import AllocateSlice, HostInfo, IslandInfo, IslandWork, PeerLost, RegisterHost
 from pw.core.tenants import NO_SECRET, Claims
 from pw.core.waits import MOVE_S
 from pw.sched.cluster.draining import Drains
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory
+from pw.sched.cluster.moves import MovePlanner, PlannedMove
 from pw.sched.cluster.slices import Busy, SliceTable, WaitedEnough
 
 
@@ -30,6 +31,7 @@ class ResourceManager(Actor):
         super().__init__(env)
         self.inventory = Inventory(expected_islands=expected_islands)
         self.slices = SliceTable(env, self.inventory, move_s, busy)
+        self.planner = MovePlanner(self.slices, self.inventory)
         epochs = Epochs(env, self.inventory, self.slices, tickets, claims, names_python_on)
         drains = Drains(env, self.inventory, self.slices, epochs)
         self.compose(
@@ -52,3 +54,9 @@ class ResourceManager(Actor):
     def waiting_hosts(self) -> tuple[HostInfo, ...]:
         """Return all registered hosts that have no seat in an island."""
         return self.inventory.waiting_hosts()
+
+    def plan_moves(
+        self, wanted: AllocateSlice | None, sizes: Mapping[int, int]
+    ) -> tuple[PlannedMove, ...]:
+        """Return the slices that should move (see `MovePlanner.plan`). Raises InsufficientDevices."""
+        return self.planner.plan(wanted, sizes)

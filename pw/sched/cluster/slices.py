@@ -280,8 +280,20 @@ class SliceTable(Part):
         piece.happened(SliceEvent.PARK)
         self._are_parked = True
 
-    def room(self, request: AllocateSlice, but: Island | None = None) -> Room | None:
-        """Return the devices on which a slice would be best; for a slice like another one, those of that."""
+    def room(
+        self,
+        request: AllocateSlice,
+        but: Island | None = None,
+        busy: Callable[[Island], Mapping[Position, float]] | None = None,
+    ) -> Room | None:
+        """Return the devices on which a slice would be best; for a slice like another one, those of that.
+
+        Args:
+            request: how the client asks for the slice.
+            but: an island where it is not to be.
+            busy: function that returns the device time of the last minute of an island's devices, in seconds
+                of each; None for what was measured.
+        """
         if request.like:
             island = self._home_of(request.like)
             model = self._model_of(request)
@@ -296,10 +308,10 @@ class SliceTable(Part):
         best: tuple[int, float, str] | None = None
         chosen = None
         for island in self._apart(request, fitting):
-            busy = self._busy(island)
-            positions = choose(island, request, busy)
+            times = self.busy_on(island) if busy is None else busy(island)
+            positions = choose(island, request, times)
             if positions is not None:
-                steps = sum(int(busy.get(position, 0.0) / STEP_S) for position in positions)
+                steps = sum(int(times.get(position, 0.0) / STEP_S) for position in positions)
                 shared = (island.bound.total() + request.devices) / island.device_count
                 if best is None or (steps, shared, island.name) < best:
                     best, chosen = (steps, shared, island.name), Room(island, positions)
@@ -322,10 +334,10 @@ class SliceTable(Part):
             and all(is_free(island, request, position) for position in there)
         ):
             return Room(island, there)
-        positions = choose(island, request, self._busy(island))
+        positions = choose(island, request, self.busy_on(island))
         return None if positions is None else Room(island, positions)
 
-    def _busy(self, island: Island) -> dict[Position, float]:
+    def busy_on(self, island: Island) -> dict[Position, float]:
         """Return the device time of the last minute of an island's devices, in seconds of each."""
         ranks = {node: rank for rank, node in enumerate(island.ranks)}
         return {

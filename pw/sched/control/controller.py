@@ -47,6 +47,7 @@ from pw.sched.control.lookups import Lookups
 from pw.sched.control.names import NameTable
 from pw.sched.control.preemption import Preemption
 from pw.sched.control.publishing import Publishing
+from pw.sched.control.rebalancing import Planner, Rebalancing
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.recovery.replay import Replays
@@ -91,6 +92,7 @@ class Controller(Actor):
         take_spent: Take = lambda client: (),
         account_sink: AccountSink | None = None,
         preempt_s: float = math.inf,
+        plan_moves: Planner = lambda wanted, sizes: (),
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -165,6 +167,7 @@ class Controller(Actor):
         )
         leaving = self._leaving_hosts = LeavingHosts(sessions, suspensions)
         preemption = Preemption(sessions, slices, suspensions, island_status, preempt_s)
+        rebalancing = Rebalancing(sessions, suspensions, plan_moves)
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
@@ -172,7 +175,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
-            *(preemption, leaving, self.sick),
+            *(preemption, leaving, rebalancing, self.sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (

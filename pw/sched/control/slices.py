@@ -35,7 +35,7 @@ from pw.core.errors import (
 )
 from pw.core.ids import RESOURCES, Address, client_of, is_repeat
 from pw.core.rights import Resource
-from pw.core.sharding import Binding
+from pw.core.sharding import Binding, DeviceAddress
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.usage import RoomQueue
@@ -320,17 +320,26 @@ class SliceRequests(ControlPart):
             self.sessions.usage.give(client.number, Resource.DEVICES, number)
         self.queue.try_again(client.tenant)
 
-    def take_up(self, client: Client, slices: Collection[int], island: str) -> None:
+    def take_up(
+        self,
+        client: Client,
+        slices: Collection[int],
+        island: str,
+        devices: tuple[DeviceAddress, ...] = (),
+    ) -> None:
         """Ask for slices of a client that was suspended, and for those that it has asked for since.
 
-        They wait for devices however long; for those of an `island` a while, if one is named.
+        They wait for devices however long; for those of an `island` a while, if one is named. They get
+        its `devices` if these are free, else others there.
         """
         down, client.slices.down = client.slices.down, set()
         for number in sorted(number for number in down if number in client.slices):
             request = msgspec.structs.replace(client.slices.requests[number], waits=True)
             if island and number in slices:
                 at = island if request.island else None
-                request = msgspec.structs.replace(request, formerly=island, island=at)
+                request = msgspec.structs.replace(
+                    request, formerly=island, former_devices=devices, island=at
+                )
                 client.slices.requests[number] = msgspec.structs.replace(
                     client.slices.requests[number], island=at
                 )

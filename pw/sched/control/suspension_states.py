@@ -18,6 +18,7 @@ from enum import StrEnum
 
 from pw.core.actors.lifecycle import Lifecycle
 from pw.core.ids import Address
+from pw.core.sharding import DeviceAddress
 
 
 class SuspensionState(StrEnum):
@@ -81,6 +82,8 @@ class Suspension:
     """True to resume the client as soon as it has left its devices."""
     target: str = ""
     """Name of the island where these slices are to be bound then; empty for any."""
+    devices: tuple[DeviceAddress, ...] = ()
+    """The devices there that the only slice is to have, in order; empty for any."""
     is_heard: bool = False
     """True if the client sends no new values to hosts any more, or is silent."""
     queued: dict[str, frozenset[int]] = field(default_factory=dict)

@@ -95,7 +95,10 @@ class Suspensions(ControlPart):
         own = client.slices.all
         chosen = {message.slice} & own if message.slice else own
         slices = frozenset(
-            number for number in chosen if number in bindings and bindings[number].island != target
+            number
+            for number in chosen
+            if number in bindings
+            and (bindings[number].island != target or bool(message.slice and message.devices))
         )
         error = self._why_not(client, slices, target)
         if error is None and client.suspension is not None:
@@ -110,6 +113,7 @@ class Suspensions(ControlPart):
         self.suspend(client, self._who(asker), (asker.address, message.request))
         assert client.suspension is not None, "it was not suspended before"
         client.suspension.slices, client.suspension.target = slices, target
+        client.suspension.devices = message.devices if message.slice else ()
         client.suspension.goes_on = True
 
     def _why_not(self, client: Client, slices: frozenset[int], target: str) -> Error | None:
@@ -144,8 +148,7 @@ class Suspensions(ControlPart):
         elif message.island and message.island not in self._islands.schedulers:
             words = f"there is no island {message.island!r}; see pw status"
             error = ErrorReport.of(ArgumentError(words))
-        may_all = self.sessions.usage.rights.of(asker.tenant).may_suspend
-        foreign = [client for client in clients if not (may_all or asker.may_touch(client))]
+        foreign = [client for client in clients if not self._may_suspend(asker, client)]
         if foreign and error is None:
             what = f"{verb} client {foreign[0].number}, which is of another tenant"
             error = self.sessions.objection(asker, what, "clients of that tenant")
@@ -156,6 +159,18 @@ class Suspensions(ControlPart):
         for client in clients:
             self._env.audit(verb, **who, client=client.number, of=client.tenant)
         return clients
+
+    def _may_suspend(self, asker: Client, client: Client) -> bool:
+        return self.sessions.usage.rights.of(asker.tenant).may_suspend or asker.may_touch(client)
+
+    def may_move(self, asker: Client, client: Client) -> bool:
+        """Whether a client could move now, and another one may ask for that."""
+        return (
+            client.suspension is None
+            and client.resuming is None
+            and not client.slices.unbound
+            and self._may_suspend(asker, client)
+        )
 
     def _is_meant(
         self, client: Client, asker: Client, message: msg.SuspendClients | msg.ResumeClients
@@ -206,7 +221,8 @@ class Suspensions(ControlPart):
         self._env.log("info", "client is resumed", client=client.number)
         if self.leaving.pop(client.number, None) is None:
             client.left_for = f"{suspension.by} has {suspension.verb} it"
-            self.slices.take_up(client, suspension.slices, suspension.target)
+            at = suspension.target, suspension.devices
+            self.slices.take_up(client, suspension.slices, *at)
         else:
             self._islands.tell_all(msg.LetLaunch(client.number))
             self.sessions.tell(client, msg.PauseUploads(is_over=True))

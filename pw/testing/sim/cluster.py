@@ -210,6 +210,7 @@ class SimCluster(Site):
                     one for each in schedulers.values() for one in each.spending.take(client)
                 ),
                 account_sink=self.accounts,
+                plan_moves=resources.plan_moves,
             ),
         )
         for act in self.on_start["controller"]:

@@ -36,6 +36,7 @@
 | starvation | a client that has work makes progress (in `many`) |
 | stragglers | the slow host is named, soon and with its cause, and no other one (in `stragglers`) |
 | suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
+| moves | moves that are planned make room, with the fewest bytes (in `rebalancing`) |
 | run once | a suspension has nothing run again (in `suspending`) |
 | sick | what is said to have failed is sick, what passes is well (in `sick`) |
 | sick in the end | the controller says of each host what the last test there has shown (in `sick`) |
@@ -74,6 +75,7 @@ from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_bounds import MemoryBoundsMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
+from pw.testing.sim.rebalancing import RebalancingMonitor
 from pw.testing.sim.shapes import ShapeMonitor
 from pw.testing.sim.sick import SickMonitor
 from pw.testing.sim.suspending import SuspensionMonitor
@@ -107,6 +109,7 @@ class Monitors:
         self._bounds = MemoryBoundsMonitor(cluster)
         ShapeMonitor(cluster)
         SuspensionMonitor(cluster)
+        RebalancingMonitor(cluster)
         self._sick = SickMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)

@@ -76,6 +76,8 @@ class SimProfile:
     """True if some of its seeds are known to fail, so that it is not among `all`."""
     suspensions: float = 0.0
     """Probability, for each act of a client, that it has a client suspended."""
+    rebalances: float = 0.0
+    """Probability, for each act of a client, that it asks which slices should move, and moves them."""
     slices_given_back: float = 0.0
     """Probability, for each act of a client, that it gives a slice back, and asks for another."""
     named_hosts: float = 0.0
@@ -177,6 +179,7 @@ _NO_FAULTS = (
     "handovers",
     "names",
     "suspensions",
+    "rebalances",
     "device_tests",
     "pipelines",
     "moves",
@@ -359,6 +362,7 @@ PROFILES = {
             drains=0.3,
             **(_CRASHES | {"restarts": 0.3, "spares": 0.7} | _LITTLE_MEMORY),
         ),
+        SimProfile("rebalanced", rebalances=0.06, shapes=0.8, slices_given_back=0.15),
         SimProfile(
             "restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3
         ),

@@ -94,6 +94,21 @@ def blocks(
                 yield tuple(block)
 
 
+def grid_of(cluster: Any, island: Any) -> tuple[dict[Cell, tuple[str, int]], Cell]:
+    """Return the devices of an island's hosts by their coordinates, and where axes wrap around."""
+    hosts = {host.name: host for host in cluster.hosts}
+    members = [hosts[name] for name in island.ranks]
+    placed = [host for host in members if host.coords and host.island == island.name]
+    if placed:
+        cells = {cell: (host.name, at) for host in placed for at, cell in enumerate(host.coords)}
+        return cells, placed[0].wraps
+    return {
+        (rank, at): (host.name, at)
+        for rank, host in enumerate(members)
+        for at in range(host.devices)
+    }, (0, 0)
+
+
 class ShapeMonitor:
     """Watches what the resource manager binds and refuses."""
 
@@ -115,22 +130,6 @@ class ShapeMonitor:
             self._requests[message.slice] = message
 
     # --- grids --------------------------------------------------------------------------------------
-
-    def _grid(self, island: Any) -> tuple[dict[Cell, tuple[str, int]], Cell]:
-        """Return the devices of an island's hosts by their coordinates, and where axes wrap around."""
-        hosts = {host.name: host for host in self._cluster.hosts}
-        members = [hosts[name] for name in island.ranks]
-        placed = [host for host in members if host.coords and host.island == island.name]
-        if placed:
-            cells = {
-                cell: (host.name, at) for host in placed for at, cell in enumerate(host.coords)
-            }
-            return cells, placed[0].wraps
-        return {
-            (rank, at): (host.name, at)
-            for rank, host in enumerate(members)
-            for at in range(host.devices)
-        }, (0, 0)
 
     def _in_use(self, island: Any, exclusive: bool, but: int) -> set[tuple[str, int]]:
         """Return the devices of an island that slices keep from another one."""
@@ -166,7 +165,7 @@ class ShapeMonitor:
 
     def _has_room(self, island: Any, request: msg.AllocateSlice) -> bool:
         """Whether an island that is ready has devices for a slice now."""
-        cells, wraps = self._grid(island)
+        cells, wraps = grid_of(self._cluster, island)
         in_use = self._in_use(island, request.exclusive, request.slice)
         in_use |= self._without_memory(island, request)
         if request.topology is None:
@@ -185,7 +184,7 @@ class ShapeMonitor:
         if request is None or request.topology is None:
             return
         island = self._cluster.resources.inventory.islands[message.island]
-        cells, wraps = self._grid(island)
+        cells, wraps = grid_of(self._cluster, island)
         devices = tuple((device.host, device.ordinal) for device in message.devices)
         self._world.checked["shapes"] += 1
         if devices not in set(blocks(cells, wraps, request.topology)):

@@ -86,7 +86,7 @@ class SuspensionMonitor:
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self._world = world = cluster.world
-        if not world.profile.suspensions:
+        if not (world.profile.suspensions or world.profile.rebalances):
             return
         self._runs: dict[tuple[int, int], int] = {}
         """Run in which each segment of a user's call was launched."""

@@ -33,6 +33,7 @@ from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds, some_in_host_memory
 from pw.testing.sim.quotas import counted_for_nothing
 from pw.testing.sim.ragged import move_rows
+from pw.testing.sim.rebalancing import rebalance
 from pw.testing.sim.sick import test_devices
 from pw.testing.sim.suspending import resume_late, suspend
 from pw.testing.sim.timelines import record
@@ -84,6 +85,9 @@ class SimClient(Life):
             return
         if (rate := self.world.profile.suspensions) and self.suspensions.random() < rate:
             suspend(self)
+            return
+        if (rate := self.world.profile.rebalances) and self.suspensions.random() < rate:
+            rebalance(self)
             return
         if (rate := self.world.profile.device_tests) and self.device_tests.random() < rate:
             test_devices(self)

@@ -833,6 +833,19 @@ def held_alone(present: Callable[..., Any], client: Any, suspension: Any) -> Any
     return (one for one in present(client, suspension) if one[0] in client.arrays.held)
 
 
+def the_last_first(candidates: Callable[..., Any], *args: Any) -> Any:
+    """Try what moves the most bytes first."""
+    chosen = list(candidates(*args))
+    ranks = zip(chosen, reversed(chosen), strict=True)
+    return (other._replace(size_bytes=one.size_bytes) for one, other in ranks)
+
+
+def all_but_one(tried: Callable[..., Any], *args: Any) -> Any:
+    """Return all moves of a plan but the last."""
+    moves = tried(*args)
+    return moves[:-1] if moves else moves
+
+
 def end_at_once(controller: Any, message: m.HostMustEnd) -> None:
     """Have a host end though its clients have not left."""
     controller.env.send(RESOURCES, m.ClientsLeft(message.node))

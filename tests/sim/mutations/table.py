@@ -1349,3 +1349,17 @@ row(
     mishear("host.store", m.Restore, lambda it: replace(it, error=None)),
     seen("suspended", 3, *ASUNDER),
 )
+# --- moves that make room ------------------------------------------------------------------------
+
+# The slices with the most bytes move.
+row(
+    "move-the-most-bytes",
+    wrap("resources.planner.candidates", breakages.the_last_first),
+    seen("rebalanced", 24, "moves"),
+)
+# One of the slices in the way stays.
+row(
+    "leave-one-in-the-way",
+    wrap("resources.planner.tried", breakages.all_but_one),
+    seen("rebalanced", 27, "moves"),
+)
