@@ -55,7 +55,7 @@ class Claim:
     donated: list[tuple[int, Buffer]] = field(default_factory=list)
     results: list[tuple[int, Buffer]] = field(default_factory=list)
     fresh: list[Buffer] = field(default_factory=list)
-    """Buffers of small host values of which views have shards."""
+    """Buffers that the run makes: of results that are no other array's, and of small host values in views."""
     slices: tuple[Claim, ...] = ()
     """Part of the claim on each slice that has a bound."""
 
@@ -254,6 +254,8 @@ class DeviceMemory(DeviceBuffers):
             else:
                 same = outputs.get(output.same_as_output) or arguments.get(output.same_as_input)
                 buffer = same or Buffer(on, output.shard_bytes, used=self.runs)
+                if same is None:
+                    claim.fresh.append(buffer)
             outputs[output.output] = buffer
             self._name(results[output.output], buffer)
             claim.results.append((results[output.output], buffer))
@@ -261,14 +263,10 @@ class DeviceMemory(DeviceBuffers):
     def end(self, claim: Claim) -> None:
         """A run has ended: count its results instead of its reservation."""
         self._close(claim)
-        for shard in claim.fresh:
-            if shard.is_needed:
-                self.count(shard)
-        for _, result in claim.results:
-            if not result.is_counted:
-                for buffer in result.parts():
-                    if not buffer.is_counted and buffer.is_needed:
-                        self.count(buffer)
+        for result in claim.fresh:
+            for buffer in result.parts():
+                if not buffer.is_counted and buffer.is_needed:
+                    self.count(buffer)
 
     def withdraw(self, claim: Claim) -> None:
         """A run was cancelled before it began: give its donated arrays back."""

@@ -392,24 +392,26 @@ class SimBackend:
         else:
             self._gangs.reach(self, installed, op)
 
-    def executed(
-        self, op: ops.Execute, error: ErrorReport | None, results: Sequence[Shards]
-    ) -> None:
-        """A computation that this host has reached has ended."""
+    def executed(self, op: ops.Execute, error: ErrorReport | None, results: list[Shards]) -> None:
+        """A computation that this host has reached has ended; `results` is empty afterwards."""
         if self.closed:
             return
         self._running = False
+        self._take(op, error, results)
+        # What nothing reads any more can be freed, although callers may still refer to the op and its results.
+        op.args = op.results = ()
+        self._awake(self._pump)
+
+    def _take(self, op: ops.Execute, error: ErrorReport | None, results: list[Shards]) -> None:
+        """Put the results of a computation, or its error, into their values."""
         outputs = self.programs[op.key].computation.outputs if results else ()
         for value, shards, spec in zip(op.results, results, outputs, strict=False):
             self._fill(value, shards, by_run=True, on_devices=not spec.memory)
+        results.clear()
         if error is not None:
             for value in op.results:
                 value.fail(error)
                 self._tell(value)
-        op.args = (
-            op.results
-        ) = ()  # its values can be freed, although callers may still refer to the op
-        self._awake(self._pump)
 
     def poison(self, op: ops.Execute) -> ErrorReport | None:
         """Return the error of the first failed argument, if there is one."""

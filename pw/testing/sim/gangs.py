@@ -96,7 +96,7 @@ class Gangs:
 
     def _fail(self, member: _Member, report: ErrorReport) -> None:
         """Fail a computation on this host, and report it to the executor."""
-        member.backend.executed(member.op, report, ())
+        member.backend.executed(member.op, report, [])
         if (failed := member.op.failed) is not None:
             member.backend.answer(lambda: failed(report))
 
@@ -113,10 +113,10 @@ class Gangs:
                 backend.broken = failure
                 self._fail(member, failure)
             else:
-                backend.executed(op, failure, ())
+                backend.executed(op, failure, [])
             return
         if len(hosts) > 1 and backend.broken is not None:
-            backend.executed(op, backend.broken, ())  # its connections to the others are closed
+            backend.executed(op, backend.broken, [])  # its connections to the others are closed
             return
         if len(hosts) == 1:
             self._start([member])

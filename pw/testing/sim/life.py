@@ -328,7 +328,8 @@ class Life:
                 self.slices[answer.slice] = answer
             elif isinstance(error, (InsufficientDevices, QuotaExceeded)):
                 self.refused += 1
-                self.world.after(self.random.uniform(0.05, 0.5), self._retry, self.lives)
+                if not self.final:
+                    self.world.after(self.random.uniform(0.05, 0.5), self._retry, self.lives)
             else:
                 self._cut_off(error)
 
