@@ -26,7 +26,7 @@ from pw.sched.island.admission import PATIENCE
 from pw.sched.island.lent_memory import LentMemory
 from pw.sched.island.memory import DeviceMemory
 from pw.testing.in_process import InProcessCluster
-from tests.sched.test_memory import DEVICE, MemoryBench, donating, needs
+from tests.sched.test_memory import DEVICE, OTHER, MemoryBench, donating, needs
 from tests.sched.test_residency import TierBench
 from tests.sched.test_shapes import Shapes, refused
 from tests.stages.actors import World
@@ -65,6 +65,16 @@ def test_a_result_that_another_slice_computes_counts_on_its_own() -> None:
     (memory,) = lower_with_memory(program, bindings, None, ("a",), (1, 2))[1]
     sizes = {part.slice: max(part.peaks()) for part in memory.slices}
     assert sizes == {1: split(1, 1).shard_bytes, 2: split(2, 1).shard_bytes}
+
+
+def test_a_result_that_hosts_watch_counts_while_its_other_devices_compute_on() -> None:
+    """The first stage is the last one on the other device, so its host watches the result."""
+    both, one = split(1, 2), split(2, 1)
+    bindings = {1: Binding.of(1, "a", (DEVICE, OTHER)), 2: Binding.of(2, "a", (DEVICE,))}
+    (memory,) = lower_with_memory(chain([both, one]), bindings, None, ("a",))[1]
+    peaks = dict(zip(memory.groups, memory.peaks(), strict=True))
+    assert peaks[(OTHER,)] == both.shard_bytes
+    assert peaks[(DEVICE,)] == both.shard_bytes + 2 * one.shard_bytes, "all three values"
 
 
 def test_an_island_that_counts_nothing_counts_slices_with_a_bound() -> None:

@@ -7,10 +7,12 @@ on. While a computation runs, results that reuse donated arguments need no memor
 compiler's temporaries come on top (`IslandMemory.peaks`, because only hosts know them). Runs in
 flight share the room for temporaries (`pw.sched.island.memory`).
 
-Two estimates are too high. An edge from another island counts from the start of its segment,
+Three estimates are too high. An edge from another island counts from the start of its segment,
 because its bytes come when the sender has them. A value counts on all its devices until no host of
-the island uses it. Small host values that travel inside a `Run` do not count while they are arguments; what
-they make of the peak where they are donated or returned is added by the scheduler (`HostValue`).
+the island uses it. A result that hosts watch, because it is the last one on some device, counts to
+the end of its segment. Small host values that travel inside a
+`Run` do not count while they are arguments; what they make of the peak where they are donated or
+returned is added by the scheduler (`HostValue`).
 
 Devices with shards of the same arrays are one group, so the cost is one step for each computation
 and edge, not for each device.
@@ -21,9 +23,11 @@ the values of that slice alone.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 
@@ -316,6 +320,8 @@ class _Walk:
                 execute = self._executes[step]
                 used = [*execute.reads, *execute.results]
             last.update(dict.fromkeys(map(self._schedule.origin, used), position))
+        for slot, end in self._watched():
+            last[slot] = max(last[slot], end)
         stays = set(range(len(self._program.inputs))) - set(self._program.donated)
         stays.update(self._schedule.output_slots)
         ends: dict[int, list[int]] = {}
@@ -323,6 +329,31 @@ class _Walk:
             if slot not in stays:
                 ends.setdefault(position, []).append(slot)
         return ends
+
+    def _watched(self) -> Iterator[tuple[int, int]]:
+        """Yield results that hosts watch, and where their segments end.
+
+        `pw.devices.host.program` says which results a host watches.
+        """
+        end, of_hosts = -1, cache(self._devices_by_host)
+        for draft in self._drafts:
+            end += len(draft.steps)
+            last: defaultdict[str, list[tuple[frozenset[DeviceAddress], int]]] = defaultdict(list)
+            for step in draft.steps:
+                if not isinstance(step, Edge) and (slots := self._executes[step].results):
+                    node = self._program.computations[self._executes[step].computation]
+                    for host, own in of_hosts(node.placement):
+                        rest = [entry for entry in last[host] if not entry[0] <= own]
+                        last[host] = [*rest, (own, slots[-1])]
+            for _, slot in itertools.chain.from_iterable(last.values()):
+                yield self._schedule.origin(slot), end
+
+    def _devices_by_host(self, placement: Placement) -> list[tuple[str, frozenset[DeviceAddress]]]:
+        """Return the devices of a placement on each of its hosts."""
+        devices: defaultdict[str, list[DeviceAddress]] = defaultdict(list)
+        for device in self._physical.devices(placement):
+            devices[device.host].append(device)
+        return [(host, frozenset(own)) for host, own in devices.items()]
 
     def _outputs(self) -> Iterator[OutputMemory]:
         first: dict[int, int] = {}
