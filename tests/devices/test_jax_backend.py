@@ -19,6 +19,7 @@ import cloudpickle
 import jax
 import jax.export
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax._src.config import traceback_in_locations_limit
@@ -852,6 +853,23 @@ async def late(host: Host, spec: ArraySpec, order: int = 1) -> tuple[Value, Late
 async def waiting(host: Host, ops: int) -> None:
     """So many questions wait for arrays: it is known a little after the last answer."""
     await until_true(lambda: host.backend.counters()["waiting"] == ops)
+
+
+@on_host
+async def test_a_copy_in_host_memory_is_not_late_behind_a_computation(host: Host) -> None:
+    """It is no work of the device's own: it may be complete long before."""
+    computed, computing = await late(host, spec_of())
+    copied, copying = await late(
+        host, msgspec.structs.replace(spec_of(), memory="pinned_host"), order=2
+    )
+    (first, computed_told), (second, copied_told) = host.answer(), host.answer()
+    host.backend.submit([Watch((computed,), computed_told), Watch((copied,), copied_told)])
+    await waiting(host, 2)
+    copying.let_go()
+    assert await asyncio.wait_for(second, BOUND_S) is None
+    assert not first.done()
+    computing.let_go()
+    assert await asyncio.wait_for(first, BOUND_S) is None
 
 
 @on_host

@@ -111,7 +111,8 @@ class ResultAnswers:
         """Look at `op` again when the pending value is made, or ready."""
         array = pending.payload
         if array is not None:
-            place = frozenset(array.sharding.addressable_devices)
+            sharding = array.sharding
+            place = sharding.memory_kind, frozenset(sharding.addressable_devices)
             self.watchers.wait(place, pending.order, array, partial(self._look, op))
             return
         with self._lock:
