@@ -84,8 +84,9 @@ class ParcelFile:
             OSError: it cannot be written.
         """
         part = self._path.with_suffix(f".{os.getpid()}.part")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
+            part.unlink(missing_ok=True)
             descriptor = os.open(part, flags, 0o600)
             try:
                 size_bytes = os.fstat(parcel.descriptor).st_size

@@ -15,6 +15,7 @@ from pw.client.connection.waiting import seconds
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError
+from pw.core.ids import run_name
 from pw.core.messages import PlanMoves, SliceMove
 from pw.core.sizes import size_in_words
 
@@ -46,7 +47,7 @@ class PlannedMoves(Shown):
             (
                 move.client,
                 move.name,
-                move.slice,
+                run_name(move.slice),
                 len(move.devices),
                 move.source,
                 move.island,

@@ -189,7 +189,9 @@ def test_what_is_no_place_for_an_array_is_an_error_of_the_lookup(users: Users) -
         (P("x"), r"has P\('x'.*\), without devices; pass pw.NamedSharding\(mesh, P\('x'"),
         (3, "has 3; it takes a pw.NamedSharding, or an array that lies on virtual devices"),
     ):
-        with pytest.raises(pw.ShardingError, match=f"like= of pw.lookup {words}"):
+        with pytest.raises(
+            pw.ShardingError, match=rf"like= of pw.lookup\('base'\), at \['layer'\]\[0\], {words}"
+        ):
             pw.lookup("base", like=like)
 
     @pw.program
@@ -294,7 +296,7 @@ def test_versions_never_mix_while_they_are_replaced(users: Users) -> None:
         ({"keep": "soon"}, "no duration"),
         ({"keep": -1}, "no duration"),
         ({"to": [1]}, "names of tenants"),
-        ({"tree": {"x": object()}}, "neither an array nor a number"),
+        ({"tree": {"x": object()}}, "of type object at .*it takes pw arrays"),
     ],
 )
 def test_arguments_that_nothing_can_be_published_with(

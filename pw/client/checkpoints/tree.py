@@ -177,7 +177,13 @@ def host_leaf(key: str, leaf: Any, caller: str) -> Leaf:
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         kind: Any = next(k for k in (bool, int, float, complex) if isinstance(leaf, k))
         return Leaf(key, number=(kind.__name__, repr(kind(leaf))))
-    dtype = aval_of(signature_of(leaf)).dtype
+    try:
+        dtype = aval_of(signature_of(leaf)).dtype
+    except ArgumentError:
+        raise ArgumentError(
+            f"{caller} was given {leaf!r} of type {type(leaf).__name__} at {key or 'the top'}; it takes pw "
+            "arrays, jax arrays, numpy arrays, numbers and strings"
+        ) from None
     prng = key_impl_of(dtype) or ""
     value = np.asarray(jax.random.key_data(leaf) if prng else leaf)
     if value.nbytes > INLINE_BYTES:

@@ -169,8 +169,8 @@ def _read_only(array: Array, offer: VersionOffer) -> Array:
 
 def _moved(tree: Any, like: Any, offer: VersionOffer) -> Any:
     """Put the arrays of a tree where `like` says."""
-    leaves, structure = jax.tree_util.tree_flatten(tree)
-    if under_jax_trace(leaves):
+    entries, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if under_jax_trace([leaf for _, leaf in entries]):
         raise TracerError(
             "pw.lookup(like=) was called in a function that JAX traces; look the name up before, and pass "
             "the arrays"
@@ -180,13 +180,17 @@ def _moved(tree: Any, like: Any, offer: VersionOffer) -> Any:
     )
     targets: Sequence[Any] = spread(like, tree, "like= of pw.lookup")
     results = []
-    for leaf, target in zip(leaves, targets, strict=True):
+    for (keys, leaf), target in zip(entries, targets, strict=True):
         if not isinstance(leaf, Array) or target is None:
             results.append(leaf)
             continue
+        where = f"like= of pw.lookup({offer.name!r}), at {jax.tree_util.keystr(keys) or 'the top'}"
         if not isinstance(target, OwnSharding):
-            raise ShardingError(_no_place(target))
-        moved = put(leaf, sharding=target)
+            raise ShardingError(f"{where}, has {_no_place(target)}")
+        try:
+            moved = put(leaf, sharding=target)
+        except ShardingError as error:
+            raise ShardingError(f"{where}: {error}") from None
         if moved is not leaf:
             for member in moved.members:
                 _read_only(member, offer)
@@ -197,7 +201,5 @@ def _moved(tree: Any, like: Any, offer: VersionOffer) -> Any:
 def _no_place(target: Any) -> str:
     """Return why an entry of `like` is no place for an array."""
     if isinstance(target, PartitionSpec):
-        words = f"{target}, without devices; pass pw.NamedSharding(mesh, {target})"
-    else:
-        words = f"{target!r}; it takes a pw.NamedSharding, or an array that lies on virtual devices"
-    return f"like= of pw.lookup has {words}"
+        return f"{target}, without devices; pass pw.NamedSharding(mesh, {target})"
+    return f"{target!r}; it takes a pw.NamedSharding, or an array that lies on virtual devices"
