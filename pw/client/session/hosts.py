@@ -39,6 +39,8 @@ class Hosts(Part):
         """Slices that an earlier controller had bound."""
         self.are_paused = False
         """True while the controller takes the client's slices away: new values are not sent."""
+        self.suspended_by = ""
+        """Who has suspended the client, in words; empty if it is not suspended."""
         self._wants_output = False
         self._listening: set[int] = set()
         """Slices whose hosts send this client output of host functions, or calls of computations."""
@@ -107,7 +109,7 @@ class Hosts(Part):
 
     @handles(msg.PauseUploads)
     def _on_pause(self, sender: Address, message: msg.PauseUploads) -> None:
-        self.are_paused = not message.is_over
+        self.are_paused, self.suspended_by = not message.is_over, message.suspended_by
         if self.are_paused:
             self._env.send(CONTROL, msg.UploadsPaused())
 

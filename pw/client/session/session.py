@@ -226,7 +226,8 @@ class ClientSession(Actor):
 
     def _call(self) -> None:
         self._is_calling = True
-        self.link.call(self._attach)
+        suspended_by = self.hosts.suspended_by
+        self.link.call(msgspec.structs.replace(self._attach, suspended_by=suspended_by))
 
     def _redial(self, outage: int) -> None:
         """Look for another controller."""

@@ -42,6 +42,8 @@ class Attach(ClientToController, frozen=True, tag=30):
     """Node of the client's lines (`pw.client.session.lines`); empty if it has none."""
     recovery_s: Seconds | None = None
     """How long the client waits for a lost island, in seconds; None for as long as the cluster says."""
+    suspended_by: Name = ""
+    """Who had the client leave its devices at an earlier controller, in words; empty if it has them."""
 
 
 class Attached(ControllerToSession, frozen=True, tag=31):

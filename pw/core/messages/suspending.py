@@ -99,6 +99,8 @@ class PauseUploads(ControllerToSession, frozen=True, tag=249):
     """
 
     is_over: bool = False
+    suspended_by: str = ""
+    """Who has suspended the client, in words, if it stays suspended also at a later controller (`Attach`)."""
 
 
 class UploadsPaused(ClientToController, frozen=True, tag=250):

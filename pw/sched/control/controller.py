@@ -200,6 +200,8 @@ class Controller(Actor):
             self.accounts.attached(client)
         if client is not None and message.resume:
             client.resuming = Resumption(self.slices.new_loss())
+            if message.suspended_by:
+                self.suspensions.suspended_before(client, message.suspended_by)
 
     @handles(NewRights)
     def _rights_changed(self, sender: Address, news: NewRights) -> None:

@@ -40,11 +40,12 @@ class LeavingHosts(ControlPart):
         at_work = [client for client in clients if client.suspension is None]
         for client in at_work:
             self.suspensions.suspend(client, f"the end of host {node}")
-        self._suspended.setdefault(node, []).extend(
-            (client, suspension)
-            for client in at_work
-            if (suspension := client.suspension) is not None
-        )
+        for client in at_work:
+            if (suspension := client.suspension) is not None:
+                suspension.outlasts = (
+                    False  # a later controller does not hear that the host is gone
+                )
+                self._suspended.setdefault(node, []).append((client, suspension))
         self._awaited[node] = [client.number for client in clients]
 
     def go_on(self) -> None:

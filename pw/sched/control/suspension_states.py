@@ -92,6 +92,8 @@ class Suspension:
     """Runs behind the boundary, which are run when the client is resumed."""
     copied: set[int] = field(default_factory=set)
     """Arrays that were to be copied."""
+    outlasts: bool = True
+    """True if the client stays suspended when the controller is started again."""
     islands: frozenset[str] = frozenset()
     """Names of islands that the client has left."""
 

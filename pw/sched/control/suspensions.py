@@ -24,7 +24,7 @@ from pw.core.errors import (
     HostLost,
     InsufficientDevices,
 )
-from pw.core.ids import Address, is_repeat, scheduler_of, store_of
+from pw.core.ids import NAME_CHARACTERS, Address, is_repeat, scheduler_of, store_of
 from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import ArrayEntry, ArrayState
@@ -211,6 +211,12 @@ class Suspensions(ControlPart):
             suspension.asked.append(request)
         return suspension.is_complete
 
+    def suspended_before(self, client: Client, by: str) -> None:
+        """A client that comes back was suspended at an earlier controller: it stays so."""
+        state, slices = SuspensionState.SUSPENDED, frozenset(client.slices.all)
+        client.suspension = Suspension(by, self._env.now_s(), slices, state=state)
+        self.sessions.tell(client, msg.PauseUploads(is_over=True, suspended_by=by))
+
     def resume(self, client: Client) -> None:
         """Have a client go on, as soon as there are devices for it."""
         suspension = client.suspension
@@ -221,6 +227,7 @@ class Suspensions(ControlPart):
         self._env.log("info", "client is resumed", client=client.number)
         if self.leaving.pop(client.number, None) is None:
             client.left_for = f"{suspension.by} has {suspension.verb} it"
+            self.sessions.tell(client, msg.PauseUploads(is_over=True))
             at = suspension.target, suspension.devices
             self.slices.take_up(client, suspension.slices, *at)
         else:
@@ -434,7 +441,9 @@ class Suspensions(ControlPart):
         self.slices.set_down(client, suspension.slices, error)
         gone = tuple(number for number, _ in arrays)
         self._islands.tell_all(msg.LetLaunch(client.number, gone))
-        self.sessions.tell(client, msg.PauseUploads(is_over=True))
+        stays = suspension.outlasts and not suspension.goes_on
+        by = suspension.by[:NAME_CHARACTERS] if stays else ""
+        self.sessions.tell(client, msg.PauseUploads(is_over=True, suspended_by=by))
         del self.leaving[client.number]
         self._answer(suspension, None)
         seconds = round(self._env.now_s() - suspension.since_s, 3)

@@ -408,6 +408,17 @@ PROFILES = {
             checkpoints=0.03,
             slow_hosts=0.5,
         ),
+        SimProfile(
+            "suspended-restarted",
+            runs=80,
+            span_s=15.0,
+            suspensions=0.06,
+            loops=0.1,
+            quick=0.2,
+            checkpoints=0.03,
+            slow_hosts=0.5,
+            restarts=1.0,
+        ),
         _lossy(
             "suspended-lost",
             is_open=True,

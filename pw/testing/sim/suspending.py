@@ -3,6 +3,7 @@
 | monitor | promise |
 |---|---|
 | suspended | nothing of a suspended client is launched; soon its hosts have none of its arrays on devices |
+| suspended | a client stays suspended when its controller is started again |
 | run once | a computation is not launched again because its client was suspended |
 
 With the profile's `suspensions`, a user has another one, or itself, suspended. After a while the suspended user
@@ -11,6 +12,7 @@ asks to go on, also if it is not suspended yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pw.client.session.thread_messages import Ask
@@ -92,6 +94,7 @@ class SuspensionMonitor:
         """Run in which each segment of a user's call was launched."""
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.SliceLost, self._left)
+        world.watch_handled(msg.Attach, self._attaching)
 
     def _client(self, number: int) -> Any:
         node = self._cluster.node
@@ -113,6 +116,22 @@ class SuspensionMonitor:
         if first != message.run:
             words = f"segment {message.segment} of run {run.record.order:x} of {client.name} twice"
             raise Violation("run once", words)
+
+    def _attaching(self, sender: Address, to: Address, message: msg.Attach) -> Callable[[], None]:
+        """A client that was suspended stays so when its controller is started again."""
+
+        def check() -> None:
+            client = self._client(message.resume)
+            self._runs.clear()  # what an earlier controller had in flight is run again
+            users = [one for one in self._cluster.users if one.node.name == sender.node]
+            if client is None or not users or not users[0].session.hosts.suspended_by:
+                return
+            self._world.checked["still suspended"] += 1
+            if not client.is_suspended:
+                words = f"{client.name} is not suspended any more after a restart of its controller"
+                raise Violation("suspended", words)
+
+        return check
 
     def _left(self, sender: Address, to: Address, message: msg.SliceLost) -> None:
         client = self._client(client_of(message.slice))

@@ -1343,6 +1343,12 @@ row(
     mishear("client.session", m.PauseUploads, lambda it: replace(it, is_over=True)),
     seen("suspended", 3, *ASUNDER),
 )
+# A client does not say to another controller that it was suspended.
+row(
+    "forget-who-was-suspended",
+    alter(m.Attach, lambda it: replace(it, suspended_by="")),
+    seen("suspended-restarted", 56, "suspended"),
+)
 # Arrays with an error come back as if they had none.
 row(
     "forget-errors-of-values",
