@@ -349,11 +349,17 @@ class Suspensions(ControlPart):
                     yield arg, spec
 
     def _copy(self, client: Client, suspension: Suspension) -> None:
-        """Have all that exists copied to host memory, before queued work that may drop it."""
+        """Have all that exists copied to host memory, before queued work that may drop it.
+
+        Of slices that stay, what only queued runs read: it is gone when these are withdrawn.
+        """
         by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
         amounts: dict[int, int] = {}
         for number, spec in self.present(client, suspension):
-            if not self._lies_there(spec, suspension) or self.replicas.are_complete(number, spec):
+            goes = self._lies_there(spec, suspension) or (
+                number not in client.arrays.held and self._islands.is_bound(spec)
+            )
+            if not goes or self.replicas.are_complete(number, spec):
                 continue
             devices = self._islands.located(spec)
             island = self._islands.bindings[spec.placement.slice].island

@@ -416,7 +416,6 @@ PROFILES = {
             loops=0.1,
             quick=0.2,
             checkpoints=0.03,
-            slow_hosts=0.5,
             restarts=1.0,
         ),
         _lossy(

@@ -1347,7 +1347,7 @@ row(
 row(
     "forget-who-was-suspended",
     alter(m.Attach, lambda it: replace(it, suspended_by="")),
-    seen("suspended-restarted", 56, "suspended"),
+    seen("suspended-restarted", 29, "suspended"),
 )
 # Arrays with an error come back as if they had none.
 row(
