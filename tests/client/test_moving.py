@@ -289,6 +289,7 @@ def test_slices_move_out_of_the_way_and_then_apart(user: Runtime) -> None:
     for island in ("island-0", "island-1"):
         del values[next(n for n, (one, *_) in values.items() if one.island == island)]
     gc.collect()
+    until(lambda: sum(one.slices for one in user.ask.status().islands) == 2, "two were given back")
     with pytest.raises(pw.InsufficientDevices):
         pw.make_virtual_device_set().add_slice(devices=2, exclusive=True)
     before = {number: one.island for number, (one, *_) in values.items()}
