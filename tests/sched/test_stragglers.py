@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +147,17 @@ def test_a_slow_host_is_named_with_its_cause(case: str) -> None:
     ((level, event, fields),) = island.lines
     assert (level, event) == ("warning", "slow host")
     assert "host b of island east is" in fields["why"]
+
+
+def test_a_cause_stays_until_another_one_has_more_seconds() -> None:
+    """A stop of half a second delays what is measured in some seconds."""
+    island, far = Island(), Slow(way=9_000 + WAY_US)
+    island.pass_seconds(SECONDS + 2, b=far)
+    late = replace(far, idle=20_000)
+    for slow in (*[late] * (SECONDS // 2), *[far] * SECONDS):
+        assert island.pass_seconds(1, b=slow)[0].cause is SlowCause.NETWORK
+    island.pass_seconds(SECONDS, b=late)
+    assert island.pass_seconds(1, b=late)[0].cause is SlowCause.PROCESSOR
 
 
 def test_a_host_that_compiles_is_slow_for_that() -> None:

@@ -318,7 +318,11 @@ class Stragglers(Part):
             return None
         slow = [at for at, factor in enumerate(factors) if factor >= AGAIN_FAST]
         causes = Counter(max(adds[at][0].items(), key=lambda one: one[1])[0] for at in slow)
-        ((cause, _),) = causes.most_common(1)
+        ((cause, count),) = causes.most_common(1)
+        if host.slow is not None and causes[host.slow.cause] == count:
+            cause = (
+                host.slow.cause
+            )  # one long stop is the cause of some seconds, and of no more than those
         peer = ""
         if cause is SlowCause.PEER:
             peers = sum((host.seconds[at].peers for at in slow), Counter[str]())
