@@ -494,6 +494,9 @@ class Interpreter(Part):
         if message.segment in (CANCELLED, run.program.last_segment):
             self.runs.pop(message.run, None)
             self._coordinator.runs.end(message.run)
+            if self.arriving:  # what is awaited holds the run, which must not hold the rest
+                slots = run.slots.items()
+                run.slots = {slot: value for slot, value in slots if value in self.arriving}
 
     def _cut_off(self, run: HostRun) -> None:
         """Fail the results that a cancelled run has not made here."""

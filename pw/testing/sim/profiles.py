@@ -490,5 +490,6 @@ PROFILES = {
         SimProfile("reads", branches=0.8, read_failure=0.02),
         _lossy("branches-lost", branches=0.8, **_LITTLE_MEMORY, **_NETWORK),
         _lossy("chaos", quick=0.2, **_NETWORK),
+        _lossy("chaos-tiers", quick=0.2, **_NETWORK, **_TIERS),
     )
 }
