@@ -165,7 +165,8 @@ def test_an_exit_is_silent_and_leaves_nothing_behind(how: str, tmp_path: Path) -
         script.until_alone()
     finally:
         script.kill()
-    lines = script.err.splitlines()
+    # Some releases of jaxlib log an error for each compiled function that they load, which is none.
+    lines = [line for line in script.err.splitlines() if "cpu_aot_loader" not in line]
     if how in OWN_WORDS:
         assert lines[0].startswith("Traceback"), script.err
         assert lines[-1] == OWN_WORDS[how], script.err

@@ -9,7 +9,8 @@ import pytest
 
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
-from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, executor_of, session_of
+from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, client_id, executor_of, session_of
+from pw.core.sharding import DeviceAddress
 from pw.core.waits import CLUSTER_START_S, MOVE_S
 from pw.sched.cluster.epochs import REJOIN_S, RESTART_S
 from pw.sched.cluster.manager import ResourceManager
@@ -62,7 +63,7 @@ class Bench:
     def ask(self, number: int, devices: int, **how: Any) -> Any:
         """What the controller is told of a new slice; None if it has been told nothing at all."""
         wanted = [how.get(name) for name in ("kind", "island", "topology")]
-        more = {name: how[name] for name in ("apart", "waits") if name in how}
+        more = {name: how[name] for name in ("apart", "waits", "exclusive") if name in how}
         self.say(CONTROL, msg.AllocateSlice(number, devices, *wanted, **more))
         return next(iter(self.world.to(CONTROL)[-1:]), None)
 
@@ -609,6 +610,69 @@ def test_a_slice_that_waits_however_long_outlives_the_timers_of_earlier_requests
     bench.ask(1, 1, waits=True)
     bench.world.wait(2 * CLUSTER_START_S)
     assert not bench.news(msg.SliceRefused)
+
+
+def again(bench: Bench, client: int, *had: tuple[int, int]) -> None:
+    """Two exclusive slices of a client are asked for in one turn, as when it goes on."""
+    for index, place in enumerate(had or ((), ())):
+        wanted = msg.AllocateSlice(
+            client_id(client, index + 1),
+            2,
+            None,
+            None,
+            None,
+            exclusive=True,
+            waits=True,
+            together=True,
+            former_devices=tuple([DeviceAddress("a0", ordinal) for ordinal in place]),
+        )
+        bench.world.mailboxes["controller"].append((CONTROL, RESOURCES, wanted))
+    bench.world.drain("controller")
+
+
+def places(bench: Bench) -> dict[int, tuple[int, ...]]:
+    """Devices of each slice, in the order in which slices were bound."""
+    bound = bench.news(msg.SliceBound)
+    return {one.slice: tuple(at.ordinal for at in one.devices) for one in bound}
+
+
+def test_clients_that_go_on_do_not_wait_for_each_others_slices() -> None:
+    """Each has all of its exclusive slices, or none."""
+    bench = Bench()
+    bench.island("a", 1, 5)
+    for number in (1, 2, 3, 4):
+        bench.ask(number, 1, exclusive=True)
+    again(bench, 1)
+    again(bench, 2)
+    assert not places(bench).keys() - {1, 2, 3, 4}
+    bench.say(CONTROL, msg.ReleaseSlice(1))
+    bench.say(CONTROL, msg.ReleaseSlice(2))
+    assert not places(bench).keys() - {1, 2, 3, 4}, "there is room for one of two slices"
+    bench.say(CONTROL, msg.ReleaseSlice(3))
+    first, second = client_id(1, 1), client_id(1, 2)
+    assert places(bench).keys() - {1, 2, 3, 4} == {first, second}
+    bench.say(CONTROL, msg.ReleaseSlice(first))
+    assert len(places(bench)) == 6
+    bench.say(CONTROL, msg.ReleaseSlice(second))
+    assert len(places(bench)) == 8
+
+
+def test_a_client_that_goes_on_has_its_former_devices_if_they_are_free() -> None:
+    bench = Bench()
+    bench.island("a", 1, 6)
+    again(bench, 1, (5, 1), (4, 2))
+    assert places(bench) == {client_id(1, 1): (5, 1), client_id(1, 2): (4, 2)}
+    again(bench, 2, (0, 1), (2, 3))
+    assert len(places(bench)) == 2
+    bench.say(CONTROL, msg.ReleaseSlice(client_id(1, 1)))
+    assert places(bench)[client_id(2, 1)] == (0, 1), "not those of 1, which are not all free"
+
+
+def test_a_client_that_is_alone_takes_what_there_is() -> None:
+    bench = Bench()
+    bench.island("a", 1, 3)
+    again(bench, 1)
+    assert places(bench).keys() == {client_id(1, 1)}
 
 
 def test_a_host_joins_only_islands_that_its_certificate_allows() -> None:

@@ -423,7 +423,8 @@ class Requests(Part):
             return
         self._env.count("inquiries")
         number = self._request(_Request(query, CONTROLLER))
-        self._env.send(CONTROL, msg.Inquire(number, query.arrays))
+        slices = tuple(dict.fromkeys(spec.placement.slice for spec in query.specs))
+        self._env.send(CONTROL, msg.Inquire(number, query.arrays, slices))
 
     def _settle(self, query: _Query) -> None:
         if not query.missing:

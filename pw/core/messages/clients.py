@@ -114,6 +114,8 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     """True, from the controller, to wait for devices however long: the client was suspended."""
     memory_bytes: DeviceBytes = 0
     """Bytes that arrays and runs of the slice may have on each of its devices; 0 for no bound."""
+    together: bool = False
+    """True, from the controller, to bind the slice only when all others of the client that say so have room."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
@@ -256,6 +258,8 @@ class Inquire(ClientToController, frozen=True, tag=52):
 
     request: int
     arrays: Arrays
+    slices: Arrays = ()
+    """Numbers of the slices whose devices it asks: the answer waits for one that is away."""
 
 
 class Answered(ControllerToSession, frozen=True, tag=53):

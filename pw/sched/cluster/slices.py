@@ -7,6 +7,9 @@ has its former devices if they are free, then for any that has room (`pw.sched.c
 cluster starts, a slice that no island fits waits for those that are still to come. `pw.sched.cluster.fitting`
 knows the devices that a slice may have.
 
+Slices of a client that goes on after a suspension are bound *together*: two such clients with several exclusive
+slices, each with some of them, would wait for each other. A client that is alone takes what there is.
+
 An exclusive slice shares its devices with no other slice, but for those that are to be like it. Slices with a
 bound of memory may have no more together, on each device, than it has.
 """
@@ -22,7 +25,7 @@ import msgspec
 
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
-from pw.core.ids import CONTROL, Address
+from pw.core.ids import CONTROL, Address, client_of
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
 from pw.core.sharding import DeviceAddress
 from pw.core.waits import CLUSTER_START_S, MOVE_S
@@ -52,6 +55,13 @@ class WaitedEnough:
     slice: int
     is_over: bool
     """True to refuse the slice if no island has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlaceTogether:
+    """The slices of this turn have been asked for: place those that are bound together."""
+
+    slice: int
 
 
 class Room(NamedTuple):
@@ -87,13 +97,29 @@ class SliceTable(Part):
             self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
             self.env.call_later(self.move_s, WaitedEnough(request.slice, False))
             self.env.call_later(self.move_s + RESUME_S, WaitedEnough(request.slice, True))
+        client = client_of(request.slice)
+        if not request.like and any(
+            one.request.together and client_of(one.request.slice) == client for one in self.parked
+        ):
+            request = msgspec.structs.replace(request, together=True)  # behind those
         piece = BoundSlice(request, island=request.formerly)
-        self._place(piece)
+        if request.together:
+            self._slices[request.slice] = piece
+            self._park(piece)
+            self.env.send(self.env.address, _PlaceTogether(request.slice))
+        else:
+            self._place(piece)
         if request.waits and request.formerly:
             self.env.call_later(self.move_s, WaitedEnough(request.slice, False))
         if not (request.resumed or request.waits) and piece.state is SliceState.PARKED:
             waits_s = CLUSTER_START_S if self.inventory.awaited_islands else self.move_s
             self.env.call_later(waits_s, WaitedEnough(request.slice, True))
+
+    @handles(_PlaceTogether)
+    def _place_together(self, sender: Address, note: _PlaceTogether) -> None:
+        piece = self._slices.get(note.slice)
+        if piece is not None and piece.state is SliceState.PARKED:
+            self._place(piece)
 
     @handles(ReleaseSlice)
     def _release(self, sender: Address, message: ReleaseSlice) -> None:
@@ -226,14 +252,22 @@ class SliceTable(Part):
 
     def _stuck(self, pieces: list[BoundSlice], island: Island) -> int:
         """Return how many of these slices have no room on other islands, if they are placed in turn."""
-        placed: list[tuple[Room, AllocateSlice]] = []
+        return self._rooms(pieces, lambda piece: self.room(piece.request, island)).count(None)
+
+    @staticmethod
+    def _rooms(
+        pieces: list[BoundSlice], find: Callable[[BoundSlice], Room | None]
+    ) -> list[Room | None]:
+        """Return the room of each of these slices, as if they were placed in turn; `find` looks for one."""
+        rooms: list[Room | None] = []
         for piece in pieces:
-            if (room := self.room(piece.request, island)) is not None:
+            rooms.append(room := find(piece))
+            if room is not None:
                 room.island.occupy(room.positions, piece.request)
-                placed.append((room, piece.request))
-        for room, request in placed:
-            room.island.vacate(room.positions, request)
-        return len(pieces) - len(placed)
+        for piece, room in zip(pieces, rooms, strict=True):
+            if room is not None:
+                room.island.vacate(room.positions, piece.request)
+        return rooms
 
     def naming(self, node: str) -> int:
         """Return how many slices name a host."""
@@ -250,20 +284,77 @@ class SliceTable(Part):
     # --- placing ----------------------------------------------------------------------------------
 
     def _place(self, piece: BoundSlice) -> None:
+        """Bind, park or refuse a slice; bind one that waits for others together with them."""
+        if not piece.request.together:
+            self._place_alone(piece)
+            return
+        client = client_of(piece.request.slice)
+        group = [
+            one
+            for one in self.parked
+            if one.request.together and client_of(one.request.slice) == client
+        ]
+        # The others are new, have the same devices, or wait for an island.
+        first = [
+            one
+            for one in group
+            if one.request.waits and not one.request.like and self._may_have_room(one.request)
+        ]
+        rooms = self._rooms(first, self._former_room)
+        is_alone = all(client_of(number) == client for number in self._slices)
+        if None in rooms and not is_alone and None in self._rooms(first, self._room_for):
+            return
+        for one, room in zip(first, rooms, strict=True):
+            if None in rooms or room is None:
+                self._place_alone(one)
+            else:
+                self._bind_parked(one, room)
+        for one in group:
+            if one.state is SliceState.PARKED and one not in first:
+                self._place_alone(one)
+
+    def _may_have_room(self, request: AllocateSlice) -> bool:
+        """Whether only other slices keep a slice from having devices now."""
+        return any(
+            island.state == "ready"
+            and request.formerly in ("", island.name)
+            and fits(island, request)
+            for island in self.inventory.islands.values()
+        )
+
+    def _former_room(self, piece: BoundSlice) -> Room | None:
+        """Return the devices that a slice had last, if they are free."""
+        request, former = piece.request, piece.request.former_devices
+        island = self.inventory.island_of(former[0].host) if former else None
+        if island is None or island.state != "ready" or request.formerly not in ("", island.name):
+            return None
+        ranks = {node: rank for rank, node in enumerate(island.ranks)}
+        there = tuple((ranks.get(device.host, -1), device.ordinal) for device in former)
+        if (
+            fits(island, request)
+            and len(there) == request.devices == len(set(there))
+            and suits(island, request, there)
+            and all(is_free(island, request, position) for position in there)
+        ):
+            return Room(island, there)
+        return None
+
+    def _room_for(self, piece: BoundSlice) -> Room | None:
+        """Return where a slice would be best; on its former island while it waits for that."""
+        request = piece.request
+        if not request.formerly or request.like:
+            return self.room(request)
+        home = self.inventory.islands.get(request.formerly)
+        is_back = home is not None and home.state == "ready" and fits(home, request)
+        return self._room_on(home, piece) if home is not None and is_back else None
+
+    def _place_alone(self, piece: BoundSlice) -> None:
         """Bind, park or refuse a slice."""
         request, islands = piece.request, self.inventory.islands
         self._slices.pop(request.slice, None)
-        room = self.room(request)
-        if request.formerly and not request.like:
-            home = islands.get(request.formerly)
-            is_back = home is not None and home.state == "ready" and fits(home, request)
-            room = self._room_on(home, piece) if home is not None and is_back else None
+        room = self._room_for(piece)
         if room is not None:
-            piece.request = msgspec.structs.replace(
-                request, resumed=False, formerly="", former_devices=()
-            )
-            self._slices[request.slice] = piece
-            self._bind(piece, SliceEvent.BIND, room)
+            self._bind_parked(piece, room)
         elif (
             request.resumed
             or request.waits
@@ -275,6 +366,15 @@ class SliceTable(Part):
             self._park(piece)
         else:
             self._refuse(piece)
+
+    def _bind_parked(self, piece: BoundSlice, room: Room) -> None:
+        """Bind a slice that was not bound; what it was before does not matter any more."""
+        piece.request = msgspec.structs.replace(
+            piece.request, resumed=False, formerly="", former_devices=(), together=False
+        )
+        self._slices.pop(piece.request.slice, None)
+        self._slices[piece.request.slice] = piece
+        self._bind(piece, SliceEvent.BIND, room)
 
     def _park(self, piece: BoundSlice) -> None:
         piece.happened(SliceEvent.PARK)
@@ -325,15 +425,9 @@ class SliceTable(Part):
             return room if room is not None and room.island is island else None
         if not fits(island, request):
             return None
-        ranks = {node: rank for rank, node in enumerate(island.ranks)}
-        former = request.former_devices
-        there = tuple((ranks.get(device.host, -1), device.ordinal) for device in former)
-        if (
-            len(there) == request.devices == len(set(there))
-            and suits(island, request, there)
-            and all(is_free(island, request, position) for position in there)
-        ):
-            return Room(island, there)
+        former = self._former_room(piece)
+        if former is not None and former.island is island:
+            return former
         positions = choose(island, request, self.busy_on(island))
         return None if positions is None else Room(island, positions)
 

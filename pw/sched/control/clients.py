@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 from pw.core import messages as msg
 from pw.core.ids import REPEATS, Address, client_id, client_of
 from pw.core.programs.program import Program
-from pw.core.sharding import ArraySpec
+from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.core.tenants import OPERATOR, may_touch
 from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.lineage import Lineage
@@ -36,8 +36,9 @@ class ClientSlices:
         it."""
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, with the number of that loss."""
-        self.down: set[int] = set()
-        """Slices that are asked for when the client is resumed."""
+        self.down: dict[int, tuple[DeviceAddress, ...] | None] = {}
+        """Slices that are asked for when the client is resumed, with the devices that they had last, if known;
+        None for a slice that has never had any."""
         self.waits_since_s: dict[int, float] = {}
         """Times since which slices wait for devices, in seconds, by number; bound ones have none."""
         self.unproven: set[int] = set()

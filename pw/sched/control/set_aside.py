@@ -138,6 +138,8 @@ class SetAside:
             )
         if isinstance(message, (msg.Lookup, msg.Unpublish)):
             return not self._publishes
+        if isinstance(message, msg.Inquire) and not away.slices.isdisjoint(message.slices):
+            return False
         if isinstance(message, (msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
             # Of what the client does not hold any more, a host that is away may know.
             return all(one in away.arrays and one not in lost for one in message.arrays)

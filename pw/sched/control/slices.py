@@ -115,7 +115,7 @@ class SliceRequests(ControlPart):
         then = partial(self._env.send, RESOURCES, message)
         if client.is_suspended:
             slices.unbound[message.slice] = self.new_loss()
-            slices.down.add(message.slice)
+            slices.down[message.slice] = message.former_devices if message.formerly else None
             return
         is_lent = is_of_a_name if client.resuming is not None else self._is_lent(message.like)
         amount = 0 if is_lent else message.devices
@@ -308,14 +308,17 @@ class SliceRequests(ControlPart):
         """Take the devices of a client's slices; the slices are asked for again by `take_up`."""
         loss = self.new_loss()
         for number in sorted(number for number in slices if number in client.slices):
+            had = client.slices.times_bound.get(number)
+            devices: tuple[DeviceAddress, ...] | None = () if had else None
             if number in self.queue.keys:
                 self.queue.drop(number)
             elif number in self._bindings:
+                devices = self._bindings[number].devices
                 self._islands.unbind(number)
                 self.sessions.tell(client, msg.SliceLost(number, error))
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             client.slices.unbound[number] = loss
-            client.slices.down.add(number)
+            client.slices.down[number] = devices
             client.slices.waits_since_s[number] = self._env.now_s()
             self.sessions.usage.give(client.number, Resource.DEVICES, number)
         self.queue.try_again(client.tenant)
@@ -329,12 +332,18 @@ class SliceRequests(ControlPart):
     ) -> None:
         """Ask for slices of a client that was suspended, and for those that it has asked for since.
 
-        They wait for devices however long; for those of an `island` a while, if one is named. They get
-        its `devices` if these are free, else others there.
+        Those that it had wait for devices however long, until there is room for all, if possible their former
+        ones; for those of an `island` a while, if one is named, and there for its `devices`, if these are free.
         """
-        down, client.slices.down = client.slices.down, set()
+        down, client.slices.down = client.slices.down, {}
         for number in sorted(number for number in down if number in client.slices):
-            request = msgspec.structs.replace(client.slices.requests[number], waits=True)
+            had = down[number]
+            request = msgspec.structs.replace(
+                client.slices.requests[number],
+                former_devices=had or (),
+                waits=had is not None,
+                together=True,
+            )
             if island and number in slices:
                 at = island if request.island else None
                 request = msgspec.structs.replace(

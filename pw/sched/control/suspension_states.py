@@ -13,6 +13,7 @@ runs are run for the first time. A suspension can end before it is complete; the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -100,6 +101,11 @@ class Suspension:
     def after(self, event: SuspensionEvent) -> None:
         """Change the state. Raises ImpossibleTransition."""
         self.state = SUSPENSION.after(self.state, event)
+
+    def include(self, slices: Collection[int]) -> None:
+        """Have the client leave also the slices that it has asked for since, unless it only moves."""
+        if not self.target:
+            self.slices = frozenset(slices)
 
     @property
     def verb(self) -> str:

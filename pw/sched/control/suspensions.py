@@ -353,6 +353,7 @@ class Suspensions(ControlPart):
 
         Of slices that stay, what only queued runs read: it is gone when these are withdrawn.
         """
+        suspension.include(client.slices.all)
         by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
         amounts: dict[int, int] = {}
         for number, spec in self.present(client, suspension):
@@ -427,6 +428,7 @@ class Suspensions(ControlPart):
             )
         )
         suspension.islands = frozenset(self.islands_of(client))
+        suspension.include(client.slices.all)
         withdrawn = [self.runs.in_flight.get(number) for number in suspension.withdrawn]
         results = {array for run in withdrawn if run is not None for array in run.results}
         self.losses.withdraw(suspension.withdrawn, error)
@@ -440,10 +442,7 @@ class Suspensions(ControlPart):
         self.release(arrays)
         for number, _ in arrays:
             client.arrays.lose(number, error, island=True)
-        for number, reports in client.arrays.unannounced.items():  # the client uploads them again
-            for host in reports:
-                self._env.send(store_of(host), msg.DropUploads((number,)))
-        client.arrays.unannounced.clear()
+        self._drop_unannounced(client, suspension)
         self.slices.set_down(client, suspension.slices, error)
         gone = tuple(number for number, _ in arrays)
         self._islands.tell_all(msg.LetLaunch(client.number, gone))
@@ -457,6 +456,22 @@ class Suspensions(ControlPart):
         self._env.count("suspensions")
         if suspension.goes_on:
             self.resume(client)
+
+    def _drop_unannounced(self, client: Client, suspension: Suspension) -> None:
+        """Have hosts drop what has come to them before its announcement; the client uploads it again.
+
+        What goes to a slice that stays is kept: the client takes it for uploaded.
+        """
+        stays = {
+            message.array
+            for message in client.stream
+            if isinstance(message, msg.CreateArray)
+            and message.spec.placement.slice not in suspension.slices
+        }
+        unannounced = client.arrays.unannounced
+        for number in [number for number in unannounced if number not in stays]:
+            for host in unannounced.pop(number):
+                self._env.send(store_of(host), msg.DropUploads((number,)))
 
     def release(self, arrays: list[tuple[int, ArrayEntry]]) -> None:
         """Have hosts drop arrays that are in host memory.

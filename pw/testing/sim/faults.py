@@ -131,6 +131,8 @@ class Faults:
         length_s = random.choice((2.0, 6.0, 20.0, 60.0)) * random.uniform(0.5, 1.5)
         if role_of(node.name) is Role.WORKER:
             length_s = min(length_s, 1.0)
+        if node.name == CONTROLLER and self._world.ledger.injected["controller killed"]:
+            length_s = min(length_s, 8.0)  # right after its start it gives up who has tried twice
         length_s = min(length_s, 30.0)  # it counts its own silence when it waits for others
         if node.paused:
             return

@@ -22,6 +22,7 @@ from msgspec.structs import replace as altered
 from pw.client.session.thread_messages import Ask
 from pw.core import messages as msg
 from pw.core.ids import CONTROLLER, Address
+from pw.testing.sim.ledger import SUSPENDED
 from pw.testing.sim.shapes import blocks, grid_of, random_shape
 from pw.testing.sim.world import Violation
 
@@ -56,6 +57,7 @@ def _move(user: Any, moves: list[msg.SliceMove]) -> None:
         if moves and user.lives == life and user.session.closed is None:
             _move(user, moves)
 
+    user.world.ledger.injected[SUSPENDED] += 1
     promise = user._promise(f"move slice {move.slice:x}", left)
     user._post(
         Ask(

@@ -243,5 +243,6 @@ class ShapeMonitor:
                     words = f"slice {one.request.slice:x} is exclusive, and shares {both}"
                     raise Violation("shapes", f"{words} with slice {other.request.slice:x}")
         for piece in resources.slices.parked:
-            if not (piece.request.like or piece.request.hosts or piece.request.apart):
-                self._check_room(piece.request, "parked")
+            request = piece.request
+            if not (request.like or request.hosts or request.apart or request.together):
+                self._check_room(request, "parked")
