@@ -115,7 +115,7 @@ class SliceRequests(ControlPart):
         then = partial(self._env.send, RESOURCES, message)
         if client.is_suspended:
             slices.unbound[message.slice] = self.new_loss()
-            slices.down[message.slice] = message.former_devices if message.formerly else None
+            slices.down[message.slice] = message.former_devices if message.resumed else None
             return
         is_lent = is_of_a_name if client.resuming is not None else self._is_lent(message.like)
         amount = 0 if is_lent else message.devices
@@ -308,7 +308,7 @@ class SliceRequests(ControlPart):
         """Take the devices of a client's slices; the slices are asked for again by `take_up`."""
         loss = self.new_loss()
         for number in sorted(number for number in slices if number in client.slices):
-            had = client.slices.times_bound.get(number)
+            had = client.slices.hosts.get(number)
             devices: tuple[DeviceAddress, ...] | None = () if had else None
             if number in self.queue.keys:
                 self.queue.drop(number)

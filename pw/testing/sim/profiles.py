@@ -363,7 +363,7 @@ PROFILES = {
             **(_CRASHES | {"restarts": 0.3, "spares": 0.7} | _LITTLE_MEMORY),
         ),
         SimProfile(
-            "rebalanced", rebalances=0.06, shapes=0.8, slices_given_back=0.15, suspensions=0.01
+            "rebalanced", rebalances=0.06, shapes=0.8, slices_given_back=0.15, suspensions=0.04
         ),
         SimProfile(
             "restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3

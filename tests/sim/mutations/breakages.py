@@ -28,6 +28,7 @@ from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.devices.host.value import Value
 from pw.sched.cluster.fitting import is_free
+from pw.sched.control.suspension_states import Suspension
 from pw.sched.island.buffers import Tier
 from pw.sched.island.memory_tiers import Returns
 from pw.testing.sim.cut import ADDS, AGAIN, TAKES
@@ -312,6 +313,22 @@ def close_for_strangers(
     if lease is not None and lease.is_open and sender.node not in (lease.node, CONTROLLER):
         executor.leases.close(lease, lease.next_index)
     receive(sender, message)
+
+
+class _OldSlices(Suspension):
+    """A suspension that leaves only the slices that the client had when it was asked for."""
+
+    __slots__ = ()
+
+    def include(self, slices: Any) -> None:
+        pass
+
+
+def keep_new_slices(suspend: Callable[..., bool], client: Any, *of: Any) -> bool:
+    """Leave only the slices that a client had when its suspension was asked for."""
+    is_complete = suspend(client, *of)
+    client.suspension.__class__ = _OldSlices
+    return is_complete
 
 
 def bind_anywhere(bind_again: Any, island: Any) -> None:

@@ -1361,11 +1361,29 @@ row(
 row(
     "move-the-most-bytes",
     wrap("resources.planner.candidates", breakages.the_last_first),
-    seen("rebalanced", 24, "moves"),
+    seen("rebalanced", 16, "moves"),
 )
 # One of the slices in the way stays.
 row(
     "leave-one-in-the-way",
     wrap("resources.planner.tried", breakages.all_but_one),
     seen("rebalanced", 27, "moves"),
+)
+# A suspended client keeps the slices that it has asked for while it left the others.
+row(
+    "keep-new-slices",
+    wrap("controller.suspensions.suspend", breakages.keep_new_slices),
+    seen("rebalanced", 9, *ASUNDER),
+)
+# Who asks for the devices of a slice that is away is told to ask again at once.
+row(
+    "ask-again-at-once",
+    alter(m.Inquire, lambda it: replace(it, slices=())),
+    seen("rebalanced", 73, "oracle"),
+)
+# Slices of a client that goes on are bound one by one.
+row(
+    "bind-one-by-one",
+    mishear("resources", m.AllocateSlice, lambda it: replace(it, together=False)),
+    seen("rebalanced", 107, "liveness"),
 )
