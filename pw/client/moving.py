@@ -37,8 +37,8 @@ def suspend(
 ) -> None:
     """Have clients leave their devices, with all that they have there, until they are resumed.
 
-    Calls that have begun on devices end; later ones wait, and reads with them. Arrays go to the memory of
-    hosts. Returns when the devices are free. Names that a client has published stay.
+    Calls that have begun on devices end; later ones wait. Arrays go to the memory of hosts, from where they
+    can be read. Returns when the devices are free. Names that a client has published stay.
 
     Args:
         client: number of the client, as in `pw status`; without any argument this script's own.

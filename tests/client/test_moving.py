@@ -102,6 +102,35 @@ def test_values_are_those_of_a_training_that_was_left_alone(
     assert losses(step, split, {before: leave}) == alone
 
 
+def test_what_is_ready_is_read_while_its_client_is_suspended(
+    user: Runtime, operator: Runtime
+) -> None:
+    """Small and large values, in parts and whole; what is not computed yet waits."""
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+    split = pw.NamedSharding(mesh, P("x"))
+    double = pw.jit(lambda x: x * 2, out_shardings=split)
+    small = double(pw.put(np.arange(8.0), split))
+    large = double(pw.put(np.arange(2.0**18), split))
+    loss = pw.jit(lambda x: x.sum())(small)
+    pw.get([small, loss])  # has them made; the large one is read first when it is a copy
+    large.block_until_ready()
+    client = number(user)
+    suspend(operator, client)
+    try:
+        assert on_devices(operator) == 0
+        for array, wanted in ((small, np.arange(8.0) * 2), (large, np.arange(2.0**18) * 2)):
+            np.testing.assert_array_equal(pw.get(array, timeout=BOUND_S), wanted)
+            array.block_until_ready()
+        assert float(loss) == 56.0
+        later = double(large)
+        with pytest.raises(TimeoutError):
+            pw.get(later, timeout=0.3)
+        assert on_devices(operator) == 0
+    finally:
+        resume(operator, client)
+    np.testing.assert_array_equal(pw.get(later, timeout=BOUND_S), np.arange(2.0**18) * 4)
+
+
 def test_it_goes_on_elsewhere_if_others_have_its_devices(user: Runtime, operator: Runtime) -> None:
     step, split = training(exclusive=True)
     alone = losses(step, split)

@@ -44,6 +44,8 @@ class Hosts(Part):
         self._wants_output = False
         self._listening: set[int] = set()
         """Slices whose hosts send this client output of host functions, or calls of computations."""
+        self.left: dict[int, msg.SliceBound] = {}
+        """Bindings that slices had last: the hosts there have copies while the client is suspended."""
         self.given_back: WeakValueDictionary[int, msg.SliceBound] = WeakValueDictionary()
         """Released slices, as long as inputs that may still be on their way there refer to them."""
 
@@ -74,6 +76,7 @@ class Hosts(Part):
         self.former.update(self.slices)
         self.former &= kept
         self.slices.clear()
+        self.left.clear()
         self.bounds.clear()
 
     def unbind_from(self, node: str) -> None:
@@ -87,6 +90,7 @@ class Hosts(Part):
         """Take a binding. Returns whether the slice had one, which no `SliceLost` has ended."""
         moved = message.slice in self.slices or message.slice in self.former
         self.former.discard(message.slice)
+        self.left.pop(message.slice, None)
         self.slices[message.slice] = message
         self._identified.difference_update(device.host for device in message.devices)
         self.bindings += 1
@@ -115,7 +119,8 @@ class Hosts(Part):
 
     @handles(msg.SliceLost)
     def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
-        self.slices.pop(message.slice, None)
+        if (bound := self.slices.pop(message.slice, None)) is not None:
+            self.left[message.slice] = bound
 
     @handles(msg.ReleaseSlice)
     def _on_slice_released(self, sender: Address, message: msg.ReleaseSlice) -> None:
@@ -128,12 +133,20 @@ class Hosts(Part):
         if bound is not None:
             self.given_back[slice] = bound
         self.former.discard(slice)
+        self.left.pop(slice, None)
         self._listening.discard(slice)
         self.bounds.pop(slice, None)
 
     def devices(self, spec: ArraySpec) -> Devices | None:
         """Return the device of each shard of such an array; None while its slice is not bound."""
         bound = self.binding(spec)
+        if bound is None:
+            return None
+        return tuple(bound.devices[index] for index in spec.placement.devices)
+
+    def devices_of_copies(self, spec: ArraySpec) -> Devices | None:
+        """Return the devices that had each shard when the client was suspended; None if it is not."""
+        bound = self.left.get(spec.placement.slice) if self.suspended_by else None
         if bound is None:
             return None
         return tuple(bound.devices[index] for index in spec.placement.devices)

@@ -198,6 +198,9 @@ class Requests(Part):
         if not self._check(query):
             return
         located = [self._hosts.devices(spec) for spec in query.specs]
+        if query.arrays and not query.retries:
+            copied = map(self._hosts.devices_of_copies, query.specs)
+            located = [devices or other for devices, other in zip(located, copied, strict=True)]
         bound = [devices for devices in located if devices is not None]
         if len(bound) < len(located):
             self._inquire(query, _unbound(query))

@@ -295,7 +295,7 @@ class ClientSession(Actor):
     def _on_bound(self, sender: Address, message: msg.SliceBound) -> None:
         if self.hosts.bind(message):
             self.uploads.slice_moved(message.slice)
-            self.requests.slice_moved(message.slice)
+        self.requests.slice_moved(message.slice)
         self.lines.bound(message)
         future = self._allocating.pop(message.slice, None)
         if future is not None:

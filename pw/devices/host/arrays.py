@@ -8,14 +8,14 @@ replayed, or an array that is restored, replaces the entry.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from pw.core.errors import ArrayDeleted, ErrorReport
 from pw.core.ids import client_of, serial_of
-from pw.core.landing import Bulk
+from pw.core.landing import Bulk, Bytes
 from pw.core.messages import ArrayMemory
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import Backend
@@ -109,6 +109,10 @@ class Arrays(dict[int, Entry]):
         what = "the array" if spec is None else f"the array {spec.short}"
         words = f"{what} was {why} before its value was asked for; keep a copy, copy.copy(x)"
         return ErrorReport.of(ArrayDeleted(words), self._host)
+
+    def copies(self, array: int) -> Mapping[Box, Bytes]:
+        """Return the boxes of an array of which this host has copies, as of a client that is suspended."""
+        return self._replicas.memory.of(array)
 
     def boxes(self, entry: Entry) -> list[tuple[Box, tuple[int, ...]]]:
         """Return the boxes of an array on this host, each with its positions in the mesh."""

@@ -1,11 +1,13 @@
 """Answers clients that fetch arrays or wait for them.
 
 A request about an array that is not known yet is parked, because it may come before the launch that
-makes the array. So is a request about an array that was lost, until the controller has it rebuilt.
+makes the array. So is a request about an array that was lost, until the controller has it rebuilt. Where
+there are copies of it, as while its client is suspended, they are the answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +24,10 @@ from pw.core.errors import (
     ProtocolError,
 )
 from pw.core.ids import CONTROL, Address, are_of
-from pw.core.landing import Bulk
+from pw.core.landing import Bulk, Bytes
 from pw.core.packing import pack
 from pw.core.recorder import FETCHED
-from pw.core.sharding import packed_offsets
+from pw.core.sharding import Box, box_bytes, packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
 from pw.devices.host.backend import Backend, Read, Watch, relative
 from pw.devices.host.clients import Clients
@@ -179,6 +181,8 @@ class HostRequests(Part):
             entry = self.arrays.get(array)
             if entry is not None and entry.submitted:
                 self._serve(entry, request)
+            elif entry is None and (copies := self.arrays.copies(array)):
+                self._serve_copies(array, copies, request)
             elif (missing := self.arrays.why_missing(array)) is not None:
                 self._fail(request, missing)
                 return
@@ -196,12 +200,27 @@ class HostRequests(Part):
             if error is not None:
                 self._missing(entry, request, error)
             else:
-                self._ready(entry, request)
+                self._ready(entry.array, request)
 
         self.backend.submit([Watch((entry.value,), watched)])
 
-    def _ready(self, entry: Entry, request: _HostRequest) -> None:
-        request.waiting_for.discard(entry.array)
+    def _serve_copies(self, array: int, copies: Mapping[Box, Bytes], request: _HostRequest) -> None:
+        """Serve a request from copies: the client is suspended, or its array has not been restored yet."""
+        fetch = request.fetch
+        if fetch is None:
+            self._ready(array, request)
+            return
+        count = fetch.spec.sharding.device_count
+        boxes = [fetch.spec.box(position) for position in fetch.positions if position < count]
+        views = [copies[box] for box in boxes if box in copies]
+        sizes = [box_bytes(box, fetch.spec.dtype) for box in boxes]
+        if len(boxes) == len(fetch.positions) and [view.nbytes for view in views] == sizes:
+            self._deliver(request, fetch, views)
+        else:
+            self._parked.setdefault(array, []).append(request)
+
+    def _ready(self, array: int, request: _HostRequest) -> None:
+        request.waiting_for.discard(array)
         if not request.waiting_for:
             self._answer(request, msg.Ready(request.number))
 

@@ -54,7 +54,7 @@ class MemoryBoundsMonitor:
         self._placing: msg.ArrayPlaced | None = None
         """Message of the array that is placed now."""
         self._over: set[int] = set()
-        """Slices that have more than they may have, because of such an array or a refused upload."""
+        """Slices that count too much, because of such an array, or of a refused or donated one."""
         self._is_on = profile_counts(world.profile)
         if self._is_on:
             world.watch_handled(msg.AddClient, self._hear)
@@ -83,6 +83,11 @@ class MemoryBoundsMonitor:
 
         def ended(claim: Any) -> None:
             end(claim)
+            for _, buffer in claim.donated:
+                if (
+                    buffer.readers
+                ):  # it counts beside the result that has its bytes until they have ended
+                    self._over.update(total.slice for total in buffer.on.totals)
             self._check_slices(island, memory, pending, "results of a run")
 
         def placed(

@@ -327,7 +327,6 @@ PROFILES = {
         ),
         SimProfile(
             "bounds",
-            is_open=True,
             runs=60,
             slice_memory=0.8,
             views=0.1,

@@ -315,6 +315,11 @@ def close_for_strangers(
     receive(sender, message)
 
 
+def copies_turned_round(copies: Callable[[int], Any], array: int) -> Any:
+    """Return copies with their bytes in another order."""
+    return {box: data[::-1] for box, data in copies(array).items()}
+
+
 class _OldSlices(Suspension):
     """A suspension that leaves only the slices that the client had when it was asked for."""
 

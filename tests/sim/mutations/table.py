@@ -1355,6 +1355,12 @@ row(
     mishear("host.store", m.Restore, lambda it: replace(it, error=None)),
     seen("suspended", 3, *ASUNDER),
 )
+# A host answers with the bytes of another array while a client is suspended.
+row(
+    "read-the-copy-of-another",
+    wrap("host.store.arrays.copies", breakages.copies_turned_round),
+    seen("suspended", 16, "oracle"),
+)
 # --- moves that make room ------------------------------------------------------------------------
 
 # The slices with the most bytes move.
