@@ -140,7 +140,7 @@ row(
     wrap(
         "host.store.health.judge", lambda judge, it: judge(replace(it, outcome=m.DeviceOutcome.OK))
     ),
-    seen("sick", 34, "sick", "sick in the end"),
+    seen("sick", 37, "sick", "sick in the end"),
 )
 
 # A slice stays on a device that has failed.
