@@ -319,7 +319,8 @@ class IslandLost(HostLost):
 
     Cause:
         Too few hosts of the island have come back within `pw.connect(recovery_timeout=)`, or
-        `pw-controller --recovery-timeout` (60 s), and no other island had room.
+        `pw-controller --recovery-timeout` (60 s), and no other island had room. Or a device of the slice has
+        failed its test, and no island has as many devices without it.
 
     What to do:
         Go on with fewer devices: ask for new ones (`pw.make_virtual_device_set()`, in plain JAX

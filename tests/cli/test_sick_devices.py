@@ -110,6 +110,38 @@ def test_a_host_whose_device_errs_leaves_for_a_spare(
     until(lambda: [host.name for host in pw.status().hosts] == ["spare"], "its end")
 
 
+def test_an_island_without_a_spare_goes_on_without_the_device(
+    tmp_path: Path, programs: list[Program]
+) -> None:
+    cluster = Cluster(tmp_path, programs)
+    ill = cluster.worker("ill", sick="bits,errors")
+    pw.connect(cluster.address)
+    devices = pw.make_virtual_device_set()
+    one = pw.Mesh(devices.add_slice(devices=1).devices, ("x",))
+    both = pw.Mesh(devices.add_slice(devices=2).devices, ("x",))
+    x, y = (pw.jit(lambda x: x + 1, mesh=mesh)(np.arange(4.0)) for mesh in (one, both))
+    y.block_until_ready()
+
+    def sick(x: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        return x * 2
+
+    with pytest.raises(pw.ComputationFailed, match="ECC"):
+        pw.jit(sick, mesh=one)(x).block_until_ready()
+    ill.until_says("device failed its test")
+    assert np.asarray(x).tolist() == [1, 2, 3, 4], "its slice has the other device"
+    words = "device 0 of host ill has failed its test"
+    until(lambda: pw.status().devices == 1, "the status")
+    assert "0 failed, left out" in str(pw.status())
+    assert "device 0 of ill has failed its test" in str(pw.why())
+    with pytest.raises(pw.IslandLost, match=words):
+        np.asarray(y)
+    with pytest.raises(pw.IslandLost, match=words):
+        np.asarray(pw.jit(lambda x: x - 1, mesh=both)(np.arange(4.0)))
+    with pytest.raises(pw.InsufficientDevices, match=words):
+        devices.add_slice(devices=2)
+    assert np.asarray(pw.jit(lambda x: x - 1, mesh=one)(x)).tolist() == [0, 1, 2, 3]
+
+
 def test_an_idle_worker_tests_its_devices(tmp_path: Path, programs: list[Program]) -> None:
     cluster = Cluster(tmp_path, programs)
     ill = cluster.worker("ill", "--test-devices", "1s", sick="bits")

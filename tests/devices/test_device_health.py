@@ -14,7 +14,7 @@ import pw
 from pw.client.looking.device_tests import DeviceTests
 from pw.core import messages as msg
 from pw.core.actors.actor import Actor
-from pw.core.errors import AccessRefused, ArgumentError, ComputationFailed
+from pw.core.errors import AccessRefused, ArgumentError, ComputationFailed, HostLost
 from pw.core.events import DeviceEvent, Event
 from pw.core.ids import CONTROL, store_of
 from pw.core.messages import DeviceOutcome, DeviceTest, SickState
@@ -82,6 +82,7 @@ def test_a_host_that_is_asked_tests_its_devices() -> None:
     bench.ask(7)
     assert bench.answers() == [(7, [OK, FAILED])]
     assert bench.said() == [{1: SickState.FAILED}]
+    assert bench.world.counters["device_tests_failed"] == 1
     bench.backend.outcomes = {}
     bench.ask(8)
     assert bench.answers()[1:] == [(8, [OK, OK])]
@@ -211,7 +212,9 @@ def test_a_host_with_a_failed_device_leaves_if_a_spare_can_take_its_place() -> N
         world.settle()
         inventory = world.resources.inventory
         assert ("h0" in inventory.draining) is has_spare
-        assert ("host is not replaced" in [event for _, event in world.logged]) is not has_spare
+        events = [event for _, event in world.logged]
+        assert ("host is not replaced" in events) is not has_spare
+        assert ("device is left out" in events) is not has_spare
 
 
 # --- the bits ----------------------------------------------------------------------------------------
@@ -334,7 +337,7 @@ def test_one_wrong_bit_fails_the_test_of_its_device(
     assert [(e.what, e.host, e.device) for e in kept.events] == [("failed", "host-1", 1)]
     (sick,) = [host for host in pw.status().hosts if host.sick]
     assert (sick.name, sick.sick[0].device, sick.sick[0].state) == ("host-1", 1, SickState.FAILED)
-    assert "1 failed: the result of the sum has wrong bits" in str(pw.status())
+    assert "1 failed, left out: the result of the sum has wrong bits" in str(pw.status())
 
     flip(None)
     assert not outcomes().failed
@@ -398,8 +401,7 @@ def test_an_error_of_a_computation_has_its_device_tested(
     assert kept.events[0].reason == "an error of XLA names it (INTERNAL)", "nothing of the client"
     assert not outcomes("island-0").failed  # after the end of the test that runs
     flip(jax.devices()[0])
-    with pytest.raises(ComputationFailed, match="injected"):
+    with pytest.raises((ComputationFailed, HostLost)):  # its island may have left its epoch before
         double(x).block_until_ready()
     until(lambda: len(kept.events) == 4, "the outcome")
     assert [event.what for event in kept.events[2:]] == ["suspect", "failed"]
-    assert pw.stats()["host-0"]["device_tests_failed"] == 1

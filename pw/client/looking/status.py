@@ -15,6 +15,7 @@ from pw.core.messages import (
     HostInfo,
     IslandInfo,
     RunInfo,
+    SickState,
     Status,
     TenantInfo,
     slow_hosts,
@@ -236,8 +237,10 @@ def _free_blocks(island: IslandInfo) -> str:
 
 
 def _sick(host: HostInfo) -> str:
-    """Return the devices of a host that are suspect or have failed."""
-    return "; ".join(f"{one.device} {one.state}: {one.words}" for one in host.sick)
+    """Return the devices of a host that are suspect, or have failed and get no slice in its island."""
+    is_out = ", left out" * (host.state in ("ready", "joining"))
+    words = {SickState.SUSPECT: "suspect", SickState.FAILED: f"failed{is_out}"}
+    return "; ".join(f"{one.device} {words[one.state]}: {one.words}" for one in host.sick)
 
 
 def _note(client: ClientInfo) -> str:

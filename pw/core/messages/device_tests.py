@@ -123,8 +123,18 @@ class DevicesTested(ControllerToSession, frozen=True, tag=255):
     """Hosts without a place in a ready island, whose devices are not open."""
 
 
+class DevicesFailed(Local, frozen=True, tag=261):
+    """Controller to ResourceManager (local): all devices of this host that have failed their test.
+
+    It is sent when that changes. A spare takes the host's place, or its island goes on without the devices.
+    """
+
+    node: str
+    devices: tuple[SickDevice, ...]
+
+
 class ReplaceHost(Local, frozen=True, tag=256):
-    """Controller, IslandScheduler to ResourceManager (local): drain this host if a spare can take its place."""
+    """IslandScheduler to ResourceManager (local): drain this host if a spare can take its place."""
 
     node: str
     reason: str

@@ -141,7 +141,7 @@ class IslandFormed(Local, frozen=True, tag=17):
     compiles_apart: bool = False
     """True if other processes compile for the hosts, so that a crash of a compiler does not crash a host."""
     devices: int = 0
-    """Number of devices of the island."""
+    """Number of devices of the island, without those that have failed their test."""
     spill_bytes: int = 0
     """Bytes of memory of each host for arrays that leave the devices; 0 if they stay there."""
     spill_files: bool = False

@@ -77,11 +77,13 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
     """Number of devices of slices that are exclusive."""
     slice_memory_bytes: int = 0
     """Bytes that the slices with a bound of memory may have together, on the device where that is most."""
+    left_out: int = 0
+    """Number of devices that have failed their test, which no slice gets."""
 
     @property
     def devices(self) -> int:
-        """Devices of the connected hosts."""
-        return sum(host.devices for host in self.hosts)
+        """Number of devices of the connected hosts that slices may have."""
+        return sum(host.devices for host in self.hosts) - self.left_out
 
 
 def slow_hosts(islands: tuple[IslandInfo, ...]) -> list[SlowHost]:

@@ -114,19 +114,39 @@ class Drains(Part):
             self._has_ended(node)
 
     @handles(msg.ReplaceHost)
-    def _replace(self, sender: Address, message: msg.ReplaceHost) -> None:
-        """Empty a host that is slow, or has a device that has failed, if a spare can take its place."""
-        node, island = message.node, self.inventory.island_of(message.node)
-        if island is None or node in self.inventory.draining:
+    def _replace_slow(self, sender: Address, message: msg.ReplaceHost) -> None:
+        """Empty a host that is slow if a spare can take its place."""
+        island = self.inventory.island_of(message.node)
+        if island is not None and message.node not in self.inventory.draining:
+            self._replace(island, message.node, f"it {message.reason}")
+
+    @handles(msg.DevicesFailed)
+    def _devices_failed(self, sender: Address, message: msg.DevicesFailed) -> None:
+        """Empty the host if a well spare can take its place; else its island goes on without the devices."""
+        node, inventory = message.node, self.inventory
+        inventory.failed_devices.pop(node, None)
+        if message.devices:
+            inventory.failed_devices[node] = {one.device: one.words for one in message.devices}
+        island = inventory.island_of(node)
+        if island is None or node in inventory.draining:
             return
-        objection = self._objection(island, node)
-        if objection is None and self.inventory.spare_for(island) is not None:
-            self.env.log("warning", "host is replaced", host=node, why=f"it {message.reason}")
+        if not message.devices or not self._replace(island, node, "it has a sick device"):
+            self.epochs.leave_out(island, node)
+
+    def _replace(self, island: Island, node: str, why: str) -> bool:
+        """Empty a host if a spare without failed devices can take its place; return whether one can."""
+        objection, spare = self._objection(island, node), self.inventory.spare_for(island)
+        if (
+            objection is None
+            and spare is not None
+            and spare.node not in self.inventory.failed_devices
+        ):
+            self.env.log("warning", "host is replaced", host=node, why=why)
             self._empty(node, island)
-        else:
-            reason = "there is no spare host for it" if objection is None else str(objection)
-            why = f"it {message.reason}"
-            self.env.log("warning", "host is not replaced", host=node, why=why, reason=reason)
+            return True
+        reason = "there is no spare host for it" if objection is None else str(objection)
+        self.env.log("warning", "host is not replaced", host=node, why=why, reason=reason)
+        return False
 
     def _objection(self, island: Island, node: str) -> Error | None:
         """Return why an island cannot do without a host."""

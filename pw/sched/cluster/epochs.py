@@ -25,7 +25,7 @@ from pw.core.errors import AccessRefused, ArgumentError, Error, ErrorReport, Hos
 from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.platforms import platform_of
 from pw.core.tenants import Claims
-from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
+from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island, failed_in_words
 from pw.sched.cluster.slices import SliceTable, WaitedEnough
 
 RETRY_S = 0.5
@@ -311,7 +311,7 @@ class Epochs(Part):
             hosts,
             island.memory_bytes,
             platform_of(island.platform).is_host,
-            island.device_count,
+            island.device_count - len(island.failed_positions()),
             min(host.joined.spill_bytes for host in island.hosts.values() if host.joined),
             all(host.joined.spill_files for host in island.hosts.values() if host.joined),
         )
@@ -341,6 +341,28 @@ class Epochs(Part):
         island = self._current(sender, message.island, message.epoch)
         if island is not None:
             self.end_epoch(island, f"host {sender.node} could not join: {message.error.message}")
+
+    def leave_out(self, island: Island, node: str) -> None:
+        """Have an island go on without the failed devices of a host; those that are well again may be used.
+
+        The island is formed again only if slices have such a device: they get others (`SliceTable.bind_again`).
+        """
+        island.devices_changed()
+        failed = self.inventory.failed_devices.get(node, {})
+        for ordinal, words in failed.items():
+            self.env.log("warning", "device is left out", host=node, device=ordinal, reason=words)
+        if island.state != "ready":
+            return  # its slices are bound when it is
+        in_use = {
+            ordinal
+            for piece in self.slices.on(island)
+            for rank, ordinal in piece.positions
+            if island.ranks[rank] == node and ordinal in failed
+        }
+        if in_use:
+            self.end_epoch(island, failed_in_words(node, {at: failed[at] for at in in_use}))
+        else:
+            self.slices.retry_parked()
 
     @handles(msg.EndEpoch)
     def _epoch_broken(self, sender: Address, message: msg.EndEpoch) -> None:

@@ -4,7 +4,8 @@ Pure functions of an island and a request. A request may name hosts, or say on h
 then it gets as many devices of each of them. It may want hosts that run clients' Python functions. It may have
 a shape: then it gets a block of the island's grid (`pw.sched.cluster.grid`). An exclusive slice gets devices
 that no other slice has, and no other slice gets those of an exclusive one. A slice with a bound of memory gets
-devices on which the slices with bounds may have no more together than there is.
+devices on which the slices with bounds may have no more together than there is. No slice gets a device that has
+failed its test.
 
 The least busy devices are chosen: those with the least device time of the last minute, in steps of `STEP_S`,
 and of equal ones those that the fewest slices have.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from pw.core.messages import AllocateSlice
 from pw.sched.cluster.grid import DeviceGrid, Position
@@ -34,26 +36,32 @@ def fits(island: Island, request: AllocateSlice) -> bool:
     if not is_asked_for(island, request) or not is_large_enough(island, request):
         return False
     ranks = allowed_ranks(island, request)
-    if request.hosts:
-        return len(ranks) == len(request.hosts) and _on_each(request) <= island.local_devices
-    if request.host_count:
-        return request.host_count <= len(ranks) and _on_each(request) <= island.local_devices
-    if request.devices > len(ranks) * island.local_devices:
+    failed = island.failed_positions()
+    failed_on = Counter(rank for rank, _ in failed)
+    if request.hosts or request.host_count:
+        most = island.local_devices - _on_each(request)
+        suitable = sum(failed_on[rank] <= most for rank in ranks)
+        return suitable >= (len(request.hosts) or request.host_count)
+    if request.devices > len(ranks) * island.local_devices - sum(failed_on[r] for r in ranks):
         return False
     if request.topology is None:
         return True
     if math.prod(request.topology) != request.devices or min(request.topology, default=0) < 1:
         return False
-    return island.grid is None or has_block(island.grid, island, request, ranks)
+    return island.grid is None or has_block(island.grid, island, request, failed)
 
 
 def has_block(
-    grid: DeviceGrid, island: Island, request: AllocateSlice, ranks: Sequence[int]
+    grid: DeviceGrid, island: Island, request: AllocateSlice, failed: Collection[Position]
 ) -> bool:
-    """Whether a grid has a block of a slice's shape on these hosts, whatever slices there are."""
-    if len(ranks) == island.expected_hosts and len(grid.cells) == math.prod(grid.sizes):
+    """Whether a grid has a block of a slice's shape without these failed devices, whatever slices there are."""
+    ranks = allowed_ranks(island, request)
+    is_whole = len(ranks) == island.expected_hosts and len(grid.cells) == math.prod(grid.sizes)
+    if is_whole and not failed:
         return bool(grid.ways(request.topology or ()))  # no place is empty
     everywhere = dict.fromkeys(_positions(island, ranks), 0)
+    for position in failed:
+        everywhere.pop(position, None)
     return grid.best(request.topology or (), everywhere) is not None
 
 
@@ -87,6 +95,8 @@ def choose(
     """
     ranks = allowed_ranks(island, request)
     weights = dict.fromkeys(_positions(island, ranks), 0)
+    for position in island.failed_positions():
+        weights.pop(position, None)
     weights.update((at, count) for at, count in island.bound.items() if at in weights)
     for position, busy_s in busy.items():
         if position in weights:
@@ -117,6 +127,8 @@ def choose(
 def suits(island: Island, request: AllocateSlice, positions: Sequence[Position]) -> bool:
     """Whether these positions, which a slice had, are still right for it, whatever slices there are."""
     ranks = allowed_ranks(island, request)
+    if any(island.has_failed(position) for position in positions):
+        return False
     if request.hosts:
         return [rank for rank, _ in positions] == [
             rank for rank in ranks for _ in range(_on_each(request))
@@ -129,8 +141,8 @@ def suits(island: Island, request: AllocateSlice, positions: Sequence[Position])
 
 
 def is_free(island: Island, request: AllocateSlice, position: Position) -> bool:
-    """Whether no other slice keeps a slice from having a device."""
-    if not has_memory(island, request, position):
+    """Whether a device is well, and no other slice keeps a slice from having it."""
+    if island.has_failed(position) or not has_memory(island, request, position):
         return False
     if request.exclusive:
         return not island.bound[position]

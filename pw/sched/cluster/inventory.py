@@ -69,6 +69,8 @@ class Island:
     """Number of virtual devices that are bound to each physical device."""
     exclusive: set[Position] = field(default_factory=set)
     """Devices of slices that are exclusive."""
+    failed_devices: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """Words for what is wrong with each device that has failed its test, by host and ordinal."""
     memory_bytes: int | None = None
     """Bytes of memory of each device in the newest epoch; None without a limit, or before the first epoch."""
     promised: Counter[Position] = field(default_factory=Counter)
@@ -106,6 +108,27 @@ class Island:
             for rank in range(self.expected_hosts)
             for ordinal in range(self.local_devices)
         ]
+
+    def has_failed(self, position: Position) -> bool:
+        """Whether the device at a position has failed its test."""
+        rank, ordinal = position
+        return 0 <= rank < len(self.ranks) and ordinal in self.failed_devices.get(
+            self.ranks[rank], ()
+        )
+
+    def failed_positions(self) -> list[Position]:
+        """Return the positions of the devices that have failed their test, in rank order."""
+        if not self.failed_devices:
+            return []
+        return [
+            (rank, ordinal)
+            for rank, node in enumerate(self.ranks)
+            for ordinal in sorted(self.failed_devices.get(node, ()))
+        ]
+
+    def devices_changed(self) -> None:
+        """Devices of the island have failed, or are well again."""
+        self._free_blocks = None
 
     def located(self, positions: tuple[Position, ...]) -> tuple[DeviceAddress, ...]:
         """Return the devices at these positions of an island that is ready."""
@@ -178,6 +201,7 @@ class Island:
         """Return the extents of the blocks that devices without a slice are made of."""
         if self._free_blocks is None and self.grid is not None:
             free = {position for position in self.positions() if not self.bound[position]}
+            free.difference_update(self.failed_positions())
             self._free_blocks = self.grid.blocks_of(free)
         return self._free_blocks or ()
 
@@ -290,6 +314,8 @@ class Island:
         hosts = counted(self.expected_hosts, "host")
         devices = counted(self.device_count, "device")
         text = f"{self.name} ({self.platform}, {devices} on {hosts}"
+        if left_out := len(self.failed_positions()):
+            text += f", {left_out} of them left out"
         if self.state == "ready":
             return text + ")"
         return text + f", {self.state}: {len(self.hosts)} of {self.expected_hosts} hosts are here)"
@@ -303,6 +329,8 @@ class Inventory:
     spares: dict[str, Host] = field(default_factory=dict)
     draining: dict[str, Host | None] = field(default_factory=dict)
     """Hosts that are drained, by name; None until the host has come back without a seat."""
+    failed_devices: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Words for what is wrong with each device that has failed its test, by host and ordinal."""
     settling_until_s: float = 0.0
     """Time until which hosts of an earlier controller may register, in seconds."""
     expected_islands: int = 1
@@ -316,7 +344,10 @@ class Inventory:
     def declare(self, registration: msg.RegisterHost, expected_hosts: int) -> Island:
         """Add an island of hosts like this one, in place of one with the same name."""
         name = registration.island
-        island = Island(name, expected_hosts, registration.platform, registration.local_devices)
+        island = Island(
+            *(name, expected_hosts, registration.platform, registration.local_devices),
+            failed_devices=self.failed_devices,
+        )
         self.islands[name] = island
         return island
 
@@ -346,7 +377,7 @@ class Inventory:
         return island.is_open and 0 < lacking <= len(self._spares_for(island))
 
     def _spares_for(self, island: Island) -> list[Host]:
-        """Return the spares that fit the island, first those that belong there.
+        """Return the spares that fit the island, first those that belong there; last those with failed devices.
 
         Where a host from elsewhere has a seat in an island, the host that it replaced may go
         anywhere instead: or each crash of a runtime would cost the cluster a spare.
@@ -365,7 +396,7 @@ class Inventory:
                     belonging.append(host)
                 elif not name or guests:
                     elsewhere.append(host)
-        return [*belonging, *elsewhere]
+        return sorted([*belonging, *elsewhere], key=lambda host: host.node in self.failed_devices)
 
     # --- reports -------------------------------------------------------------------------------------
 
@@ -423,6 +454,7 @@ class Inventory:
                 island.free_blocks(),
                 len(island.exclusive),
                 max(island.promised.values(), default=0),
+                sum(len(self.failed_devices.get(node, ())) for node in island.hosts),
             )
             for island in sorted(self.islands.values(), key=lambda island: island.name)
         )
@@ -452,6 +484,18 @@ def _machine_of(endpoint: str) -> str:
     """Return the machine of an endpoint; unix sockets reach no other one."""
     scheme, _, place = endpoint.partition("://")
     return "this one" if scheme == "ipc" else place.rpartition(":")[0]
+
+
+def failed_in_words(node: str, failed: Mapping[int, str]) -> str:
+    """Return which devices of a host have failed their test, and why."""
+    ordinals = ", ".join(map(str, sorted(failed)))
+    why = "; ".join(dict.fromkeys(failed[at] for at in sorted(failed) if failed[at]))
+    what = (
+        "device {} of host {} has failed its"
+        if len(failed) == 1
+        else "devices {} of host {} have failed their"
+    )
+    return what.format(ordinals, node) + " test" + f" ({why})" * bool(why)
 
 
 def counted(count: int, noun: str) -> str:

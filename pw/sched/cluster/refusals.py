@@ -6,6 +6,7 @@ Pure functions of the inventory and a request.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 from pw.core.coordinates import times, written
 from pw.core.errors import Error, InsufficientDevices, PythonRefused
@@ -20,7 +21,7 @@ from pw.sched.cluster.fitting import (
     is_large_enough,
 )
 from pw.sched.cluster.grid import DeviceGrid, Position
-from pw.sched.cluster.inventory import Inventory, Island, counted
+from pw.sched.cluster.inventory import Inventory, Island, counted, failed_in_words
 
 _FEW = 4
 """Number of devices, or of blocks, that an error names."""
@@ -61,13 +62,14 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
         return InsufficientDevices(
             f"no island has {counted(request.host_count, 'host')} that run Python functions of clients. "
             f"Islands are: {there}. Hosts that run Python functions are: {', '.join(willing) or 'none yet'}; "
-            "ask for as many of one island with hosts="
+            f"ask for as many of one island with hosts={_left_out(inventory, request)}"
         )
     besides = f" besides the {counted(len(request.apart), 'island')} of the other slices"
     reasons = "; ".join(filter(None, (_why_not(island, request) for island in islands)))
     return InsufficientDevices(
         f"no island{besides * bool(request.apart)} has {_in_words(request)} for one slice. There are: {there}"
         f"{_to_come(inventory)}{'. ' * bool(reasons)}{reasons}{_LESS * bool(reasons and request.memory_bytes)}"
+        f"{_left_out(inventory, request)}"
     )
 
 
@@ -106,6 +108,32 @@ def _to_come(inventory: Inventory) -> str:
     )
 
 
+# --- failed devices ---------------------------------------------------------------------------------------
+
+
+def _left_out(inventory: Inventory, request: AllocateSlice) -> str:
+    """Return which failed devices stand in the way of a slice, and what to do; empty if none does."""
+    failed: dict[str, str] = {}
+    for island in inventory.islands.values():
+        if not request.like and fits(_as_if_well(island), request):
+            nodes = [island.ranks[rank] for rank in allowed_ranks(island, request) if island.ranks]
+            for node in nodes:
+                if node in island.failed_devices:
+                    failed[node] = failed_in_words(node, island.failed_devices[node])
+    if not failed:
+        return ""
+    return (
+        f". {'; '.join(failed.values())}. No slice gets a device that has failed: start a spare host "
+        f"(pw-worker --spare) and drain {' and '.join(failed)} (pw drain), or have all devices tested again "
+        "(pw doctor --devices)"
+    )
+
+
+def _as_if_well(island: Island) -> Island:
+    """Return an island as it would be if all its devices were well."""
+    return replace(island, failed_devices={})
+
+
 # --- what stands in the way -------------------------------------------------------------------------------
 
 
@@ -117,15 +145,18 @@ def _why_not(island: Island, request: AllocateSlice) -> str:
     if not is_large_enough(island, request):
         return f"devices of {island.name} have {size_in_words(island.memory_bytes or 0)} each"
     ranks = allowed_ranks(island, request)
-    if not fits(island, request):
+    if not fits(_as_if_well(island), request):
         return _misfit(island, grid, shape) if shape is not None and grid is not None else ""
-    allowed = [position for position in island.positions() if position[0] in ranks]
+    if not fits(island, request):
+        return ""  # failed devices are in the way
+    well = [position for position in island.positions() if not island.has_failed(position)]
+    allowed = [position for position in well if position[0] in ranks]
     if not all(has_memory(island, request, position) for position in allowed):
         return _memory_left(island, allowed)
     in_use = [position for position in allowed if not is_free(island, request, position)]
     if not in_use:
         return ""  # slices that are to be apart are in the way
-    free = set(island.positions()) - set(in_use)
+    free = set(well) - set(in_use)
     where, in_the_way = "", in_use
     if shape is not None and grid is not None:
         block = grid.best(shape, {position: int(position not in free) for position in allowed})

@@ -29,16 +29,7 @@ from pw.core.ids import CONTROL, Address, client_of
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
 from pw.core.sharding import DeviceAddress
 from pw.core.waits import CLUSTER_START_S, MOVE_S
-from pw.sched.cluster.fitting import (
-    STEP_S,
-    allowed_ranks,
-    choose,
-    fits,
-    has_block,
-    has_memory,
-    is_free,
-    suits,
-)
+from pw.sched.cluster.fitting import STEP_S, choose, fits, has_block, has_memory, is_free, suits
 from pw.sched.cluster.grid import Position
 from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
 from pw.sched.cluster.refusals import refusal
@@ -240,13 +231,14 @@ class SliceTable(Part):
             return 0
         after = [spare if host.node == node else host for host in island.ranked()]
         grid = island.grid_of(after)
+        failed = [at for at in island.failed_positions() if island.ranks[at[0]] != node]
         displaced = [
             one
             for one in self.on(island)
             if one.request.topology is not None
             and not one.request.like
             and not grid.is_block(one.request.topology, one.positions)
-            and not has_block(grid, island, one.request, allowed_ranks(island, one.request))
+            and not has_block(grid, island, one.request, failed)
         ]
         return self._stuck(displaced, island)
 
@@ -412,7 +404,8 @@ class SliceTable(Part):
             positions = choose(island, request, times)
             if positions is not None:
                 steps = sum(int(times.get(position, 0.0) / STEP_S) for position in positions)
-                shared = (island.bound.total() + request.devices) / island.device_count
+                count = island.device_count - len(island.failed_positions())
+                shared = (island.bound.total() + request.devices) / max(1, count)
                 if best is None or (steps, shared, island.name) < best:
                     best, chosen = (steps, shared, island.name), Room(island, positions)
         return chosen

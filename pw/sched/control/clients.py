@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
 from pw.core import messages as msg
+from pw.core.errors import ErrorReport
 from pw.core.ids import REPEATS, Address, client_id, client_of
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress
@@ -36,6 +37,8 @@ class ClientSlices:
         it."""
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, with the number of that loss."""
+        self.refused: dict[int, ErrorReport] = {}
+        """Errors of slices that have lost their devices and cannot have others, by number."""
         self.down: dict[int, tuple[DeviceAddress, ...] | None] = {}
         """Slices that are asked for when the client is resumed, with the devices that they had last, if known;
         None for a slice that has never had any."""

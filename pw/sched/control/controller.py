@@ -127,11 +127,13 @@ class Controller(Actor):
         )
         resumptions = Resumptions(sessions, slices, replicas, rebuilder, handovers)
         inquiries = Inquiries(sessions)
+        sick = self.sick = SickDevices(sessions, inquiries, island_status, waiting_hosts)
         explainer = Explainer(
-            *(sessions, inquiries, slices, runs, stream, checkpoints, saves, island_status, heard_s)
+            *(sessions, inquiries, slices, runs, stream, checkpoints, saves),
+            lambda: sick.in_islands(island_status()),
+            heard_s,
         )
         measured = MemoryReports(sessions, inquiries, island_status)
-        self.sick = SickDevices(sessions, inquiries, island_status, waiting_hosts)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
@@ -175,7 +177,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
-            *(preemption, leaving, rebalancing, self.sick),
+            *(preemption, leaving, rebalancing, sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (

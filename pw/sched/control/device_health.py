@@ -2,13 +2,13 @@
 
 Hosts test their devices and say which are suspect or have failed (`pw.devices.host.device_health`). What a
 host says replaces what it said before. It is kept here while the host begins again as another incarnation,
-which knows nothing of it: as soon as its island is formed, that one is tested. A host with a device that has
-failed is drained if a spare can take its place.
+which knows nothing of it: as soon as its island is formed, that one is tested. The resource manager
+hears which devices have failed: it has a spare replace their host, or leaves them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -99,16 +99,18 @@ class SickDevices(ControlPart):
         if message.sick:
             self._states[host] = message.sick
         if len(self._states) > HOSTS_KEPT:
-            del self._states[next(iter(self._states))]
+            oldest = next(iter(self._states))
+            del self._states[oldest]
+            self._env.send(RESOURCES, msg.DevicesFailed(oldest, ()))
         now = {one.device: one for one in message.sick}
         for device, one in now.items():
             if device not in former or former[device].state is not one.state:
                 self._publish(one.state, host, device, one.words)
         for device in former.keys() - now.keys():
             self._publish("passed", host, device, former[device].words)
-        failed = msg.SickState.FAILED
-        if any(one.state is failed for one in message.sick):
-            self._env.send(RESOURCES, msg.ReplaceHost(host, "has a sick device"))
+        failed = _failed(message.sick)
+        if failed or _failed(former.values()):
+            self._env.send(RESOURCES, msg.DevicesFailed(host, failed))
 
     def _publish(self, what: str, host: str, device: int, words: str) -> None:
         level = "info" if what == "passed" else "warning"
@@ -122,3 +124,7 @@ class SickDevices(ControlPart):
         for host in message.hosts:
             if host in self._states:
                 self._env.send(store_of(host), msg.TestHost(0, self._states[host]))
+
+
+def _failed(sick: Iterable[msg.SickDevice]) -> tuple[msg.SickDevice, ...]:
+    return tuple(one for one in sick if one.state is msg.SickState.FAILED)

@@ -136,6 +136,8 @@ class ProgramRegistry(ControlPart):
             return
         bindings = self._islands.bindings
         try:
+            for number in sorted(program.slices & client.slices.refused.keys()):
+                raise client.slices.refused[number].exception()
             if any(number not in client.slices for number in program.slices):
                 raise NotOwner(
                     f"the devices that {program.body.name!r} is to run on have been given back; "

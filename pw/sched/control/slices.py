@@ -267,6 +267,7 @@ class SliceRequests(ControlPart):
 
     def release(self, client: Client, message: msg.ReleaseSlice) -> None:
         """A client gives a slice back, in its order."""
+        client.slices.refused.pop(message.slice, None)
         if message.slice in client.slices.owned:
             client.slices.owned.discard(message.slice)
             self._unbind(client, message.slice)
@@ -427,6 +428,10 @@ class SliceRequests(ControlPart):
         client.slices.waits_since_s[number] = self._env.now_s()
         self._env.send(RESOURCES, msgspec.structs.replace(request, resumed=resumed))
         return number
+
+    def keep_refusal(self, client: Client, number: int, error: ErrorReport) -> None:
+        """Keep why a slice that had devices cannot have others: what is to go there later raises it."""
+        client.slices.refused[number] = error
 
     def give_up(self, client: Client, numbers: Iterable[int]) -> None:
         """Do not wait any more until these slices are bound."""

@@ -110,6 +110,9 @@ class UploadTable(ControlPart):
 
     def _nowhere(self, client: Client, message: msg.CreateArray) -> Error:
         """Return why an array has no devices."""
+        refusal = client.slices.refused.get(message.spec.placement.slice)
+        if refusal is not None:
+            return refusal.exception()
         if message.spec.placement.slice in client.slices.owned:
             return IslandLost(
                 f"the array {message.spec.short} cannot be put where it was to go: a host was "

@@ -28,6 +28,7 @@ PERMANENT = frozenset(
             "_absent",
             "_states",
             "_ends",
+            "failed_devices",
         ),
         # one entry for each device, host or island
         *("_below", "_lost", "limited", "_numbers", "_device_sets", "_unsettled"),

@@ -157,6 +157,8 @@ class Gangs:
             words = f"the computation {first.name!r} failed: it always does"
             failure = ErrorReport.of(ComputationFailed(words), host)
         is_ours = not first.computation.traits.has_artifact
+        if self.sickness is not None:
+            self.sickness.check_left_out(first.layout, members[0].backend.epoch)
         rate = 0.0 if world.calm or is_ours else world.profile.computation_failure
         if failure is None and rate and self._random.random() < rate:
             words = world.ledger.failure(first.name)

@@ -39,6 +39,7 @@
 | moves | moves that are planned make room, with the fewest bytes (in `rebalancing`) |
 | run once | a suspension has nothing run again (in `suspending`) |
 | sick | what is said to have failed is sick, what passes is well (in `sick`) |
+| left out | no computation runs on a device that its island goes on without (in `sick`) |
 | sick in the end | the controller says of each host what the last test there has shown (in `sick`) |
 | quotas | no tenant has more than it may have (in `quotas`, and on devices in `memory_bounds`) |
 | bounds | no slice has more bytes on a device than it may have (in `memory_bounds`) |
@@ -389,7 +390,9 @@ class Monitors:
                 if island.state != "ready" or request.like or request.apart:
                     continue
                 allowed = request.island in (None, island.name) and home in ("", island.name)
-                is_there = names <= set(island.ranks) and request.devices <= island.device_count
+                well = [at for at in island.positions() if not island.has_failed(at)]
+                hosts = {island.ranks[rank] for rank, _ in well}
+                is_there = names <= hosts and request.devices <= len(well)
                 if allowed and is_there:
                     monitor = "named hosts" if names else "start"
                     raise Violation(

@@ -3,11 +3,13 @@
 | monitor | promise |
 |---|---|
 | sick | a device that is said to have failed is sick, and one that passes a test is well |
+| left out | no computation runs on a device that its island goes on without |
 | sick in the end | the controller says of each host what the last test there has shown; no device is suspect |
 
 A sick device has wrong bits in tests, and some of its computations fail with an error that names it. Errors
 also name devices that are well. Users have all devices tested now and then, and some sick devices are
-replaced. What computations return is never wrong here: nothing could find out which results were.
+replaced. A slice that has a device that failed gets another one, or is refused. What computations return is
+never wrong here: nothing could find out which results were.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Sickness:
         self._since_s: dict[Device, float] = {}
         """Time at which each sick device fell ill, in seconds of the world."""
         self.was_sick: set[Device] = set()
+        self.left_out: dict[tuple[str, int], set[int]] = {}
+        """Devices that an island goes on without, by host and epoch."""
 
     # --- illness ------------------------------------------------------------------------------------
 
@@ -99,6 +103,21 @@ class Sickness:
         """Whether a device has not been sick all the time since a moment."""
         return self._since_s.get(device, self._world.now_s) > since_s
 
+    def check_left_out(self, layout: Any, epoch: int) -> None:
+        """Raise Violation if a computation of an epoch runs on a device that is left out."""
+        if not self.left_out:
+            return
+        for place in layout.outputs:
+            for host, shards in place.by_host.items():
+                left_out = self.left_out.get((host, epoch), ())
+                self._world.checked["left out"] += bool(left_out)
+                for ordinal, _ in shards:
+                    if ordinal in left_out:
+                        words = (
+                            f"a computation runs on device {ordinal} of {host}, which is left out"
+                        )
+                        raise Violation("left out", words)
+
     # --- tests --------------------------------------------------------------------------------------
 
     def outcome(self, host: str, ordinal: int, random: Random) -> msg.DeviceTest:
@@ -141,20 +160,37 @@ class SickMonitor:
         self._cluster = cluster
         self._world = world = cluster.world
         self._shown: dict[tuple[str, int], dict[int, msg.DeviceOutcome]] = {}
-        """DeviceOutcome of the last test of each device that had an end, by host and incarnation."""
+        """DeviceOutcome of the last test of each device that had an end, by host and incarnation; UNTESTED if
+        none had."""
+        self._had_failed: set[Device] = set()
+        """Devices whose last test that had an end failed, in any incarnation."""
         if not world.profile.sick:
             return
         cluster.on_start["host"].append(self._watch_tests)
         world.watch_sent(msg.HostDevices, self._says)
-        world.watch_sent(msg.ReplaceHost, self._drains)
+        self._failed: dict[str, set[int]] = {}
+        """Devices that have failed, by host, as the resource manager knows it."""
+        self._resources: Any = None
+        self._bound: set[int] = set()
+        """Slices that had devices once."""
+        world.watch_handled(msg.DevicesFailed, self._failing)
+        world.watch_sent(msg.IslandFormed, self._formed)
+        world.watch_sent(msg.SliceBound, self._has_devices)
+        world.watch_sent(msg.SliceRefused, self._refused)
 
     def _watch_tests(self, host: Any) -> None:
         shown = self._shown[host.name, host.incarnation] = {}
         test = host.backend.test
 
         def ended(done: Callable[[msg.DeviceTest], None], outcome: msg.DeviceTest) -> None:
-            if outcome.outcome is not msg.DeviceOutcome.UNTESTED:
+            device = (host.name, outcome.device)
+            if outcome.outcome is msg.DeviceOutcome.UNTESTED:
+                shown.setdefault(outcome.device, outcome.outcome)
+            else:
                 shown[outcome.device] = outcome.outcome
+                self._had_failed.discard(device)
+            if outcome.outcome is msg.DeviceOutcome.FAILED:
+                self._had_failed.add(device)
             done(outcome)
 
         host.backend.test = lambda ordinal, done: test(ordinal, partial(ended, done))
@@ -167,8 +203,45 @@ class SickMonitor:
             if one.state is msg.SickState.FAILED and is_wrong:
                 raise Violation("sick", f"{device} is well, and its host says that it has failed")
 
-    def _drains(self, sender: Address, to: Address, message: msg.ReplaceHost) -> None:
-        self._world.ledger.note("drain", message.node)
+    # --- devices that are left out ------------------------------------------------------------------
+
+    def _failing(
+        self, sender: Address, to: Address, message: msg.DevicesFailed
+    ) -> Callable[[], None]:
+        """A host with a failed device leaves for a spare, or its island goes on without the device."""
+        self._world.ledger.note("device left out", message.node)
+        self._look()
+        inventory, node = self._cluster.resources.inventory, message.node
+        failed = self._failed[node] = {one.device for one in message.devices}
+
+        def after() -> None:
+            island = inventory.island_of(node)
+            if node in inventory.draining:
+                self._world.ledger.note("drain", node)
+            elif island is not None and island.state == "ready":
+                self._cluster.sickness.left_out[node, island.epoch] = failed
+
+        return after
+
+    def _formed(self, sender: Address, to: Address, message: msg.IslandFormed) -> None:
+        self._look()
+        for host in message.hosts:
+            failed = self._failed.get(host, set())
+            self._cluster.sickness.left_out[host, message.epoch] = failed
+
+    def _look(self) -> None:
+        """Another resource manager knows of no device that has failed."""
+        if self._resources is not self._cluster.resources:
+            self._resources = self._cluster.resources
+            self._failed = {}
+
+    def _has_devices(self, sender: Address, to: Address, message: msg.SliceBound) -> None:
+        self._bound.add(message.slice)
+
+    def _refused(self, sender: Address, to: Address, message: msg.SliceRefused) -> None:
+        if message.slice in self._bound:
+            self._world.ledger.injected["slice without a device"] += 1
+            self._cluster.given_up.add(message.slice)
 
     def check_end(self) -> None:
         """Raise Violation if the controller does not say what the last tests have shown."""
@@ -182,6 +255,10 @@ class SickMonitor:
             self._world.checked["sick in the end"] += 1
             shown = self._shown[info.name, incarnations[info.name]]
             failed = {at for at, outcome in shown.items() if outcome is msg.DeviceOutcome.FAILED}
+            untested = {
+                at for at, outcome in shown.items() if outcome is msg.DeviceOutcome.UNTESTED
+            }
+            failed |= {at for at in untested if (info.name, at) in self._had_failed}
             says = {one.device: one.state for one in info.sick}
             if says != dict.fromkeys(failed, msg.SickState.FAILED):
                 words = f"of {info.name} the controller says {says}, and {failed} have failed"

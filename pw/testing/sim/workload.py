@@ -341,7 +341,9 @@ class SimClient(Life):
         """Whether the end of another user's session, or of an island, explains an error."""
         words = str(error)
         if not self.cluster.given_up.isdisjoint(self.oracle.arrays[array].slices):
-            return isinstance(error, (HostLost, ArrayLost))
+            # A controller that is started again is told nothing of slices that were refused.
+            is_forgotten = self.world.ledger.injected["controller killed"] and "given back" in words
+            return isinstance(error, (HostLost, ArrayLost)) or bool(is_forgotten)
         if MOVED in words:
             return self.world.ledger.any
         made_of = self.oracle.arrays[array].made_of

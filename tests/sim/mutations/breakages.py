@@ -361,6 +361,16 @@ def with_a_hole(room: Any, request: Any, but: Any = None) -> Any:
     return place._replace(positions=(*place.positions[:-1], away[-1])) if away else place
 
 
+def as_if_well(room: Any, request: Any, but: Any = None) -> Any:
+    """Place a slice as if no device had failed."""
+    failed = room.__self__.inventory.failed_devices
+    before = dict(failed)
+    failed.clear()
+    place = room(request, but)
+    failed.update(before)
+    return place
+
+
 def as_if_alone(room: Any, request: Any, but: Any = None) -> Any:
     """Place a slice as if there were no others."""
     islands = room.__self__.inventory.islands.values()

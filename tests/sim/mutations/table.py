@@ -114,7 +114,7 @@ row(
 row(
     "say-no-device-is-well",
     drop(m.HostDevices, when=lambda it: not it.sick),
-    seen("sick", 13, "sick in the end"),
+    seen("sick", 37, "sick in the end"),
 )
 # A host that begins again is not tested, although a device of it was sick.
 row(
@@ -126,7 +126,7 @@ row(
 row(
     "announce-no-sick-device",
     forget("host.store.health.announce"),
-    seen("sick-lost", 29, "sick in the end"),
+    seen("sick-lost", 571, "sick in the end"),
 )
 # A device that is suspect is not tested.
 row(
@@ -140,7 +140,20 @@ row(
     wrap(
         "host.store.health.judge", lambda judge, it: judge(replace(it, outcome=m.DeviceOutcome.OK))
     ),
-    seen("sick", 34, "sick", "sick in the end"),
+    seen("sick", 37, "sick", "sick in the end"),
+)
+
+# A slice stays on a device that has failed.
+row(
+    "stay-on-failed-devices",
+    forget("resources.slices.may_stay", True),
+    seen("sick", 35, "left out"),
+)
+# New slices get devices that have failed.
+row(
+    "place-on-failed-devices",
+    wrap("resources.slices.room", breakages.as_if_well),
+    seen("sick", 35, "left out"),
 )
 
 # --- gang scheduling -----------------------------------------------------------------------------

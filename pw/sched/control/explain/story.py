@@ -86,7 +86,8 @@ class _Story:
         absent = next((_island(one) for one in self._facts.islands if one.state != "ready"), "")
         for client in self._facts.clients:
             if client.waits_for:
-                why = f": {absent}" if absent else ""
+                reason = absent or "; ".join(self._left_out())
+                why = f": {reason}" if reason else ""
                 return f"{self._client(client.client)} waits for {client.waits_for[0]}{why}"
         for report in self._facts.work:
             for work in report.heads:
@@ -204,6 +205,7 @@ class _Story:
         yield from (f"{host}: {words}" for host, words in self._silent.items())
         yield from (_island(island) for island in self._facts.islands if island.state != "ready")
         yield from (one.words for one in msg.slow_hosts(self._facts.islands))
+        yield from self._left_out()
         for client in self._facts.clients:
             if client.silent_s:
                 yield f"{self._client(client.client)} is silent for {client.silent_s:.0f} s"
@@ -225,6 +227,17 @@ class _Story:
         waits = [f"{_edge(e)} from {e.peer} ({e.state})" for e in _awaited(report, launch)]
         waits += [f"the end of {name!r}" for name in launch.unsettled]
         return f"waiting for {', '.join(waits) or 'its turn'}"
+
+    def _left_out(self) -> Iterator[str]:
+        """Yield the devices that no slice gets, because they have failed their test."""
+        for island in self._facts.islands:
+            for host in island.hosts:
+                for one in host.sick:
+                    if one.state is msg.SickState.FAILED:
+                        yield (
+                            f"device {one.device} of {host.name} has failed its test ({one.words}), and island "
+                            f"{island.name} goes on without it"
+                        )
 
     def _host(self, report: msg.HostReport) -> Iterator[str]:
         if not (report.state or report.queued or report.threads or report.edges or report.calls):

@@ -18,7 +18,7 @@ import msgspec
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
-from pw.core.errors import ErrorReport, IslandLost
+from pw.core.errors import ErrorReport, InsufficientDevices, IslandLost
 from pw.core.ids import Address
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
@@ -183,8 +183,14 @@ class Rebuilder(ControlPart):
     @handles(msg.SliceRefused)
     def _slice_refused(self, sender: Address, message: msg.SliceRefused) -> None:
         client = self.sessions.owner(message.slice)
-        if client is not None and message.slice in client.slices.unbound:
-            self._abandon(client, {message.slice}, message.error)
+        if client is None or message.slice not in client.slices.unbound:
+            return
+        error = message.error
+        if error.kind == InsufficientDevices.__name__:
+            left, lost = self._left_and_lost(client, {message.slice})
+            error = msgspec.structs.replace(error, kind=IslandLost.__name__, left=left, lost=lost)
+        self.slices.keep_refusal(client, message.slice, error)
+        self._abandon(client, {message.slice}, error)
 
     def _left_and_lost(
         self, client: Client, gone: set[int]
