@@ -361,6 +361,8 @@ class Suspensions(ControlPart):
             )
             if not goes or self.replicas.are_complete(number, spec):
                 continue
+            if number not in client.lineage.origins:
+                continue  # made again for a run that is withdrawn; no copy of it would count
             devices = self._islands.located(spec)
             island = self._islands.bindings[spec.placement.slice].island
             for host, positions in box_holders(spec, devices).items():
