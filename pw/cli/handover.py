@@ -3,18 +3,24 @@
 The file begins with the arrays, each row-major at a boundary that JAX can alias, and ends with an
 index of them. The next child maps the file and makes arrays of it without a copy. The file has no
 name: when no process holds it, its pages are freed, even after SIGKILL.
+
+If some of the replicas are in files (`pw.devices.host.held_boxes`), the parcel is a file on that disk,
+also without a name, so that it takes no memory either.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import math
 import mmap
 import os
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -50,24 +56,32 @@ class ReplicaEntry(msgspec.Struct, frozen=True, array_like=True):
 _decode = msgspec.msgpack.Decoder(list[ReplicaEntry]).decode
 
 
-def pack(replicas: Iterable[Replica]) -> Parcel:
+def pack(replicas: Sequence[Replica], folder: str = "") -> Parcel:
     """Write arrays to a new anonymous file, all of them.
 
     Args:
         replicas: array ids, boxes, their values in any layout, and proofs.
+        folder: folder for the file if the first replica is in a file; the others are in memory, as are all if
+            there is no room in the folder.
 
     Raises:
         OSError: there is no room for them.
     """
+    if folder and replicas and replicas[0].in_file:
+        with contextlib.suppress(OSError):
+            return _packed(replicas, lambda: None, _raise, folder)
     return _packed(replicas, lambda: None, _raise)
 
 
-def pack_what_fits(replicas: Iterable[Replica], beat: Callable[[], None]) -> Parcel:
+def pack_what_fits(
+    replicas: Iterable[Replica], beat: Callable[[], None], folder: str = ""
+) -> Parcel:
     """Write as many arrays as there is room for.
 
     Args:
         replicas: as for `pack`; taken one by one.
         beat: called from another thread while this goes on.
+        folder: as for `pack`; what does not fit there is left out.
 
     Raises:
         OSError: there is no room even for the index.
@@ -77,16 +91,22 @@ def pack_what_fits(replicas: Iterable[Replica], beat: Callable[[], None]) -> Par
         log("error", "hand-over is not complete", "", reason=error)
 
     with _beating(beat) as went_on:
-        return _packed(replicas, went_on, leave_out)
+        return _packed(replicas, went_on, leave_out, folder)
 
 
 def _packed(
-    replicas: Iterable[Replica], went_on: Callable[[], None], no_room: Callable[[OSError], None]
+    replicas: Iterable[Replica],
+    went_on: Callable[[], None],
+    no_room: Callable[[OSError], None],
+    folder: str = "",
 ) -> Parcel:
-    parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
+    left = iter(replicas)
+    first = next(left, None)
+    on_disk = first is not None and first.in_file and bool(folder)
+    parcel = Parcel(_file_in(folder) if on_disk else _file_in_memory(), 0)
     index: list[ReplicaEntry] = []
     try:
-        for array, box, data, proof in replicas:
+        for array, box, data, proof, _ in itertools.chain([first] if first else [], left):
             (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
             try:
                 _write(parcel.descriptor, start, data, went_on)
@@ -103,11 +123,35 @@ def _packed(
     return parcel
 
 
+def _file_in_memory() -> int:
+    return os.memfd_create("pw-handover", os.MFD_CLOEXEC)
+
+
+def _file_in(folder: str) -> int:
+    """Return a descriptor of a new file without a name in a folder, or in memory if that fails."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="parcel-", dir=folder)
+    except OSError as error:
+        log("warning", "a hand-over is in memory", "", reason=error)
+        return _file_in_memory()
+    os.unlink(path)
+    return descriptor
+
+
+def _is_on_disk(descriptor: int) -> bool:
+    """Whether a file is not in memory: the kernel seals files in memory only."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return True
+    return False
+
+
 def _raise(error: OSError) -> None:
     raise error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _beating(beat: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Beat from another thread while the block goes on: it calls the given function for each piece.
 
@@ -152,6 +196,7 @@ def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Replica]:
         parcel: made by `pack`.
         dropped: called in any thread when the last of the arrays is gone.
     """
+    in_file = _is_on_disk(parcel.descriptor)
     try:
         pages = mmap.mmap(parcel.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     finally:
@@ -164,5 +209,5 @@ def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Replica]:
         dtype = dtype_of(entry.dtype)
         end = entry.offset + math.prod(entry.shape) * dtype.itemsize
         data = content[entry.offset : end].view(dtype).reshape(entry.shape)
-        replicas.append(Replica(entry.array, entry.box, data, entry.proof))
+        replicas.append(Replica(entry.array, entry.box, data, entry.proof, in_file))
     return replicas

@@ -292,6 +292,8 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
+    if keeper is not None and files is not None:
+        keeper.folder = files.path
     executor = add_host(
         node,
         registration,

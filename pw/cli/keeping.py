@@ -41,6 +41,8 @@ class Keeper:
     _ended: Callable[[], None]
     leave: Callable[[], None] = lambda: None
     """Function to call when the host is to leave the cluster once it is empty."""
+    folder: str = ""
+    """Folder of this process for replicas in files; empty if there is none."""
     _kept: Kept | None = None
     """Function to call when the supervisor has taken the parcel that is under way."""
     _left: bool = False
@@ -56,7 +58,7 @@ class Keeper:
         def work() -> None:
             packed: Parcel | OSError
             try:
-                packed = handover.pack(replicas)
+                packed = handover.pack(replicas, self.folder)
             except OSError as error:
                 packed = error
             try:
@@ -75,7 +77,7 @@ class Keeper:
         begun_s = time.monotonic()
         parcel = None
         try:
-            parcel = handover.pack_what_fits(replicas, self._supervisor.beat)
+            parcel = handover.pack_what_fits(replicas, self._supervisor.beat, self.folder)
             self._supervisor.hand_over(parcel)
         except ConnectionError:
             # The supervisor has ended first: no incarnation comes after this one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -219,6 +220,13 @@ def cancel(
     requests.cancel(address_of(address, credentials, insecure), what, timeout)
 
 
+class CopyPlace(StrEnum):
+    """Where the arrays of suspended clients may go."""
+
+    MEMORY = "memory"
+    FILES = "files"
+
+
 _CLIENT = typer.Argument(help="The client's number, as in `pw status`.")
 _TENANT = typer.Option(help="All clients of this tenant.")
 
@@ -227,6 +235,12 @@ def suspend(
     client: Annotated[int | None, _CLIENT] = None,
     tenant: Annotated[str, _TENANT] = "",
     island: Annotated[str, typer.Option(help="All clients with devices on this island.")] = "",
+    to: Annotated[
+        CopyPlace,
+        typer.Option(
+            help="Where arrays go: `memory` of hosts, or `files` of workers with `--spill-files`."
+        ),
+    ] = CopyPlace.MEMORY,
     address: Address = "",
     credentials: Credentials = "",
     insecure: Insecure = False,
@@ -236,14 +250,16 @@ def suspend(
 ) -> None:
     """Have clients leave their devices, with all that they have there, until `pw resume`.
 
-    What was launched ends, what is queued stays. Arrays go to the memory of hosts. The clients' scripts wait.
+    What was launched ends, what is queued stays. Arrays go to the memory of hosts, or to their files. The
+    clients' scripts wait.
 
     Exit codes: 0 when the devices are free; 1, with one line on standard error, if there is no such client,
     the tenant may not suspend it, or it took longer.
     """
     from pw.cli import requests
 
-    requests.suspend(address_of(address, credentials, insecure), client, tenant, island, timeout)
+    at, to_files = address_of(address, credentials, insecure), to is CopyPlace.FILES
+    requests.suspend(at, client, tenant, island, timeout, to_files=to_files)
 
 
 def resume(

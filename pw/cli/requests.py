@@ -221,7 +221,15 @@ def cancel(address: str, what: list[str], timeout_s: float) -> None:
             session.ask.cancel_runs(client, run).result(timeout_s)
 
 
-def suspend(address: str, client: int | None, tenant: str, island: str, timeout_s: float) -> None:
+def suspend(
+    address: str,
+    client: int | None,
+    tenant: str,
+    island: str,
+    timeout_s: float,
+    *,
+    to_files: bool = False,
+) -> None:
     """Suspend clients; returns when they have left their devices.
 
     Raises:
@@ -231,7 +239,7 @@ def suspend(address: str, client: int | None, tenant: str, island: str, timeout_
     meant = _meant(client, tenant, island)
     with connected(address, CONNECT_S) as session:
         try:
-            session.ask.suspend(*meant).result(timeout_s)
+            session.ask.suspend(*meant, to_files=to_files).result(timeout_s)
         except TimeoutError:
             raise Error(
                 f"not all of its work has ended after {timeout_s:g} s; the suspension goes on, see pw status "

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pw.client.arrays.devices import Slice
 from pw.client.connection import current
 from pw.client.connection.waiting import seconds
 from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError
+
+COPY_PLACES = ("memory", "files")
+"""Where the arrays of suspended clients may go."""
 
 
 @checks_keywords
@@ -33,27 +38,33 @@ def suspend(
     *,
     tenant: str | None = None,
     island: str | None = None,
+    to: Literal["memory", "files"] = "memory",
     timeout_s: float | None = None,
 ) -> None:
     """Have clients leave their devices, with all that they have there, until they are resumed.
 
-    Calls that have begun on devices end; later ones wait. Arrays go to the memory of hosts, from where they
-    can be read. Returns when the devices are free. Names that a client has published stay.
+    Calls that have begun on devices end; later ones wait. Arrays go to the memory of hosts, or to files, from
+    where they can be read. Returns when the devices are free. Names that a client has published stay.
 
     Args:
         client: number of the client, as in `pw status`; without any argument this script's own.
         tenant: name of a tenant, to mean all its other clients.
         island: name of an island, to mean all other clients with devices there.
+        to: "memory", or "files" for the folders of workers with `--spill-files`; other workers, and those whose
+            folder has no room, keep arrays in memory. Of clients that are suspended already, too.
         timeout_s: how long to wait, in seconds; the suspension goes on afterwards.
 
     Raises:
         TimeoutError: it took longer.
         AccessRefused: the client is of another tenant, and this one has no right to `may_suspend`.
-        ArgumentError: there is no such client or island.
+        ArgumentError: there is no such client or island, or `to` is something else.
         Error: the client was resumed before, or could not leave.
     """
-    number, who, where = _meant(client, tenant, island)
-    current.runtime().ask.suspend(number, who, where).result(seconds(timeout_s))
+    if to not in COPY_PLACES:
+        raise ArgumentError(f'arrays go to="memory" or to="files"; not to={to!r}')
+    meant = _meant(client, tenant, island)
+    answer = current.runtime().ask.suspend(*meant, to_files=to == "files")
+    answer.result(seconds(timeout_s))
 
 
 @checks_keywords

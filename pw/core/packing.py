@@ -15,6 +15,11 @@ ArrayType = tuple[str, tuple[int, ...]]
 """Dtype and shape of an array."""
 
 
+def flat_bytes(data: np.ndarray[Any, Any]) -> Bytes:
+    """Return the bytes of an array, without a copy where they are contiguous."""
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
 def packed_bytes(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
     """Return the size of the buffer that `pack` returns."""
     return packed_offsets([array.nbytes for array in arrays])[1]

@@ -110,7 +110,7 @@ def test_a_mapped_array_can_be_aliased_by_jax_and_donated() -> None:
     import jax
 
     value = np.arange(4096, dtype=np.float32)
-    ((_, _, copy, _),) = handover.unpack(packed([value]), lambda: None)
+    ((_, _, copy, *_),) = handover.unpack(packed([value]), lambda: None)
     x = jax.device_put(copy)
     doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(x)
     np.testing.assert_array_equal(doubled, value * 2)
@@ -140,9 +140,46 @@ def test_what_there_is_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     small, large = np.arange(10), np.zeros(20_000, np.uint8)
     saved = [Replica(7 + i, BOX, value) for i, value in enumerate((small, large, small))]
     parcel = handover.pack_what_fits(saved, lambda: None)
-    ((array, _, copy, _),) = handover.unpack(parcel, lambda: None)
+    ((array, _, copy, *_),) = handover.unpack(parcel, lambda: None)
     assert array == 7
     np.testing.assert_array_equal(copy, small)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_parcel_with_replicas_in_files_is_a_file_on_that_disk(
+    in_file: bool, tmp_path: Path
+) -> None:
+    saved = [Replica(7, BOX, np.arange(10), b"", in_file), Replica(8, BOX, np.arange(3))]
+    for parcel in (
+        handover.pack(saved, str(tmp_path)),
+        handover.pack_what_fits(iter(saved), lambda: None, str(tmp_path)),
+    ):
+        link = os.readlink(f"/proc/self/fd/{parcel.descriptor}")
+        assert link.startswith(str(tmp_path)) == in_file
+        assert not list(tmp_path.iterdir()), "it has no name"
+        first, second = handover.unpack(parcel, lambda: None)
+        assert (first.in_file, second.in_file) == (in_file, in_file)
+        np.testing.assert_array_equal(first.data, np.arange(10))
+
+
+def test_without_room_on_the_disk_a_parcel_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = [Replica(7, BOX, np.arange(10), b"", True)]
+    missing = handover.pack(saved, str(tmp_path / "missing"))
+    pwrite, left = os.pwrite, [OSError(errno.ENOSPC, "no space left")]
+
+    def full_once(descriptor: int, data: Any, offset: int) -> int:
+        if left:
+            raise left.pop()
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(handover.os, "pwrite", full_once)
+    for parcel in (missing, handover.pack(saved, str(tmp_path))):
+        ((_, _, copy, _, in_file),) = handover.unpack(parcel, lambda: None)
+        assert not in_file
+        np.testing.assert_array_equal(copy, np.arange(10))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_child_beats_while_an_array_is_on_its_way_from_a_device() -> None:
@@ -154,7 +191,7 @@ def test_a_child_beats_while_an_array_is_on_its_way_from_a_device() -> None:
         yield Replica(7, BOX, np.arange(3))
 
     parcel = handover.pack_what_fits(fetched(), beats.release)
-    ((_, _, copy, _),) = handover.unpack(parcel, lambda: None)
+    ((_, _, copy, *_),) = handover.unpack(parcel, lambda: None)
     np.testing.assert_array_equal(copy, np.arange(3))
     assert "pw-beat" not in [thread.name for thread in threading.enumerate()]
 
@@ -206,7 +243,7 @@ def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[]
         begun = after.child.begin()
         assert begun is not None
         assert begun[1] is not None
-        ((_, _, copy, _),) = handover.unpack(begun[1], lambda: None)
+        ((_, _, copy, *_),) = handover.unpack(begun[1], lambda: None)
         np.testing.assert_array_equal(copy, np.arange(4))
         after.child.channel.close()
         kept = after.supervisor.listen(kept)
@@ -347,9 +384,9 @@ def test_what_is_still_being_written_at_the_end_is_not_sent_behind_what_is_left(
     written = threading.Event()
     packed = handover.pack
 
-    def slow(replicas: Any) -> Parcel:
+    def slow(*replicas: Any) -> Parcel:
         written.wait(60)
-        return packed(replicas)
+        return packed(*replicas)
 
     monkeypatch.setattr(handover, "pack", slow)
     runtime.keep(np.arange(3))

@@ -903,7 +903,7 @@ def test_copies_go_on_from_epoch_to_epoch() -> None:
     array, box = client_id(1, 5), split(1, 1).box(0)
     bench = Bench(replicas=[Replica(array, box, X)])
     bench.tell(msg.LeaveIsland("a", 1, "formed anew"), RESOURCES)
-    ((told, where, data, _),) = bench.host.handed_over
+    ((told, where, data, *_),) = bench.host.handed_over
     assert (told, where) == (array, box)
     np.testing.assert_array_equal(data.view(np.int64), X)
 

@@ -12,9 +12,9 @@ from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
+from pw.core.packing import flat_bytes
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
 from pw.core.tenants import NO_SECRET
-from pw.devices.host import replica_memory
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.value import Value
@@ -506,5 +506,5 @@ def test_a_new_incarnation_tells_what_it_was_given() -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (6, 4)])
 def test_bytes_of_every_kind_of_array(shape: tuple[int, ...], dtype: str) -> None:
     data = np.zeros(shape, dtype_of(dtype))
-    assert replica_memory.flat_bytes(data).nbytes == data.nbytes
-    assert replica_memory.flat_bytes(data.T).ndim == 1
+    assert flat_bytes(data).nbytes == data.nbytes
+    assert flat_bytes(data.T).ndim == 1

@@ -149,9 +149,13 @@ class Questions:
         """Cancel one run of any client, or all that the client has in flight."""
         return self._ask(lambda request: msg.CancelRuns(request, client, run), Future[None]())
 
-    def suspend(self, client: int, tenant: str, island: str) -> Waiting[None]:
-        """Have clients leave their devices; settled when they have."""
-        request = partial(msg.SuspendClients, client=client, tenant=tenant, island=island)
+    def suspend(
+        self, client: int, tenant: str, island: str, *, to_files: bool = False
+    ) -> Waiting[None]:
+        """Have clients leave their devices, for host memory or files; settled when they have."""
+        request = partial(
+            msg.SuspendClients, client=client, tenant=tenant, island=island, to_files=to_files
+        )
         answer = self.waiting("clients to leave their devices")
         self._ask(request, answer)
         return answer

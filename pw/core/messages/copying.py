@@ -24,7 +24,7 @@ def weight_of(copies: Iterable[ArrayCopy]) -> int:
     total = 0
     for copy in copies:
         sharding = copy.spec.sharding
-        total += 17 + len(copy.spec.shape) + 2 * len(sharding.axis_names)
+        total += 18 + len(copy.spec.shape) + 2 * len(sharding.axis_names)
         total += len(copy.positions)
         total += sum(1 + len(axes) for axes in sharding.spec)
     return total

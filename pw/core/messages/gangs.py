@@ -280,6 +280,8 @@ class ArrayCopy(msgspec.Struct, frozen=True, array_like=True):
     """Mesh positions of the shards."""
     place: int | None = None
     """Index of the place with the placement and the devices, in a message (`pw.core.messages.copying`)."""
+    to_files: bool = False
+    """True if the copy is to lie in a file, where the host has a folder for files."""
 
 
 class BoundPlacement(msgspec.Struct, frozen=True, array_like=True):

@@ -230,6 +230,15 @@ class DropReplicas(ControllerToStore, frozen=True, tag=109):
     arrays: tuple[int, ...]
 
 
+class WriteReplicas(ControllerToStore, frozen=True, tag=265):
+    """Controller to ObjectStore: move the replicas of these arrays from memory to files, if there is a folder.
+
+    They can be read as before, also meanwhile.
+    """
+
+    arrays: tuple[int, ...]
+
+
 class ArraysLost(HostToController, frozen=True, tag=110):
     """ObjectStore to Controller: a client asks for these arrays, which a lost host has made fail here."""
 

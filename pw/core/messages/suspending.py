@@ -21,6 +21,8 @@ class SuspendClients(ClientToController, frozen=True, tag=244):
     """Name of a tenant, to mean all its clients."""
     island: Name = ""
     """Name of an island, to mean all clients with devices there."""
+    to_files: bool = False
+    """True if copies are to lie in files, where hosts have a folder for files."""
 
 
 class ResumeClients(ClientToController, frozen=True, tag=245):

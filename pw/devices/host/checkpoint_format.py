@@ -43,9 +43,9 @@ from pw.core.errors import (
 from pw.core.landing import Bytes
 from pw.core.messages import CommitFiles, CopyFile
 from pw.core.messages.bounds import TREE_BYTES
+from pw.core.packing import flat_bytes
 from pw.core.sharding import ArraySpec, Box, box_shape, dtype_of
 from pw.devices.host.checkpoint_paths import INDEX_BYTES, opened, read_exactly, read_whole, resolved
-from pw.devices.host.replica_memory import flat_bytes
 
 FORMAT = "pw checkpoint"
 VERSION = 1

@@ -17,10 +17,10 @@ import numpy as np
 from pw.core.errors import ArgumentError, CheckpointFailed, CheckpointNotFound
 from pw.core.landing import Bytes
 from pw.core.messages import FileSource
+from pw.core.packing import flat_bytes
 from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_shape, box_slices, dtype_of
 from pw.devices.host.checkpoint_format import SavedArray, SavedBox, header_in, manifest_at, named
 from pw.devices.host.checkpoint_paths import opened, resolved
-from pw.devices.host.replica_memory import flat_bytes
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one read of a file of which only parts are wanted."""

@@ -1,6 +1,7 @@
 """Moves replicas between hosts.
 
-A *replica* is the bytes of one box of an array in host memory (`pw.devices.host.replica_memory`).
+A *replica* is the bytes of one box of an array in host memory, or in a file of the host
+(`pw.devices.host.replica_memory`).
 It outlives the epoch. Replicas come from the last incarnation of this host, from a checkpoint that
 copied this host's own shards, and from other hosts, which offer theirs so that one lost host loses
 nothing. They stay until the controller drops them or their client leaves.
@@ -28,11 +29,12 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, ArrayLost, Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes
-from pw.core.packing import pack
+from pw.core.packing import flat_bytes, pack
 from pw.core.sharding import Box, box_bytes, packed_offsets
 from pw.core.tenants import is_valid_permit
 from pw.devices.host.backend import Read, relative
-from pw.devices.host.replica_memory import Keeping, Replica, ReplicaMemory, flat_bytes
+from pw.devices.host.replica_memory import Keeping, Replica, ReplicaMemory
+from pw.devices.host.spill_files import SpillFiles
 from pw.devices.host.value import Value
 
 Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
@@ -78,6 +80,9 @@ class Replicas(Part):
         inherited: the replicas that the last incarnation of this host left.
         keep: puts replicas where the next incarnation finds them.
         gone_clients: clients that have left.
+        early_kept: how many requests may wait for the first directory.
+        files: where replicas go that leave memory; None if they stay there.
+        spill_bytes: bytes of replicas that may stay in memory; 0 for any number.
     """
 
     def __init__(
@@ -88,6 +93,8 @@ class Replicas(Part):
         keep: Keeping | None,
         gone_clients: set[int],
         early_kept: int = EARLY_KEPT,
+        files: SpillFiles | None = None,
+        spill_bytes: int = 0,
     ) -> None:
         self.early_kept = early_kept
         """How many requests may wait for the first directory."""
@@ -104,7 +111,7 @@ class Replicas(Part):
         """The key of this host; empty before the first directory."""
         self.early: list[tuple[Address, msg.FetchReplica]] = []
         """Requests that wait for the first directory."""
-        self.memory = ReplicaMemory(env, inherited, keep)
+        self.memory = ReplicaMemory(env, inherited, keep, files, spill_bytes)
 
     # --- what is held --------------------------------------------------------------------------------
 
@@ -123,7 +130,8 @@ class Replicas(Part):
                 return
             if client_of(copy.array) in self._gone_clients:
                 return
-            self.memory.hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
+            copied = dict(zip(boxes, map(flat_bytes, views), strict=True))
+            self.memory.hold(copy.array, copied, to_files=copy.to_files)
             self._env.send(CONTROL, msg.Copied(copy.array, tuple(boxes)))
 
         return Read(value, wanted, copy.spec, copy.devices, read)
@@ -134,6 +142,13 @@ class Replicas(Part):
             self._env.count("messages_refused")
             return
         self._forget(frozenset(message.arrays).__contains__)
+
+    @handles(msg.WriteReplicas)
+    def _write(self, sender: Address, message: msg.WriteReplicas) -> None:
+        if sender.node != CONTROLLER:
+            self._env.count("messages_refused")
+            return
+        self.memory.write(message.arrays)
 
     def drop_client(self, client: int) -> None:
         """Forget the replicas of a client that has left."""
@@ -150,7 +165,8 @@ class Replicas(Part):
         """Count the replicas here, and the requests to other hosts."""
         return {
             "replica_arrays": len(self.memory),
-            "replica_bytes": self.memory.size_bytes,
+            "replica_bytes": self.memory.memory_bytes,
+            "replica_file_bytes": self.memory.file_bytes,
             "replicas_fetched": len(self._fetches),
         }
 

@@ -48,6 +48,9 @@ class SpillFiles(Protocol):
                 nothing is left of the file.
         """
 
+    def view(self, file: Any, position: int) -> np.ndarray[Any, Any]:
+        """Return a view of the shard at a position in a file; it can be read when the file is deleted."""
+
     def delete(self, file: Any) -> None:
         """Delete the file of a payload; ops that have been submitted still read it."""
 
@@ -113,8 +116,9 @@ class SpillFolder:
             # No other process takes a folder for unused before this one has the lock on it.
             fresh = tempfile.mkdtemp(prefix=f".{begin}", dir=folder)
             self._lock = _locked(fresh)
-            self._path = os.path.join(folder, os.path.basename(fresh)[1:])
-            os.rename(fresh, self._path)
+            self.path = os.path.join(folder, os.path.basename(fresh)[1:])
+            """Folder of this process."""
+            os.rename(fresh, self.path)
         except OSError as error:
             raise _unwritable(folder, error) from None
 
@@ -123,7 +127,7 @@ class SpillFolder:
     ) -> None:
         """Write the shards of an array to a file on another thread."""
         self._files += 1
-        path = os.path.join(self._path, str(self._files))
+        path = os.path.join(self.path, str(self._files))
 
         def ended(result: MappedFile | BaseException) -> None:
             if isinstance(result, OSError):
@@ -132,15 +136,19 @@ class SpillFolder:
 
         self._aside.call(partial(_write, path, parts), ended)
 
+    def view(self, file: MappedFile, position: int) -> np.ndarray[Any, Any]:
+        """Return a view of the shard at a position; reading it reads the file."""
+        return file.shard(position)
+
     def delete(self, file: MappedFile) -> None:
         """Delete a file on another thread."""
         self._aside.call(partial(_unlink, file.path), lambda _: None)
 
     def close(self) -> None:
         """Remove the folder, and all files that are being written."""
-        ended = f"{self._path}-ended"
+        ended = f"{self.path}-ended"
         with contextlib.suppress(OSError):
-            os.rename(self._path, ended)  # so that no thread makes another file there
+            os.rename(self.path, ended)  # so that no thread makes another file there
         shutil.rmtree(ended, ignore_errors=True)
         os.close(self._lock)
 

@@ -74,7 +74,15 @@ class ObjectStore(Actor):
         self._gone_clients: set[int] = set()
         self.printing = Printing(env, output, self._gone_clients)
         self.clients = Clients(env, self.printing, self._gone_clients)
-        self.replicas = Replicas(env, bulk, replicas, keep, self._gone_clients)
+        self.replicas = Replicas(
+            env,
+            bulk,
+            replicas,
+            keep,
+            self._gone_clients,
+            files=spill_files,
+            spill_bytes=spill_bytes,
+        )
         self.files = Files(env, aside, self.clients, checkpoint_root)
         self.arrays = Arrays(env.address.node, bulk, self.replicas, spill_files)
         self.tiers = Tiers(env, backend, self.arrays, spill_files, spill_bytes)

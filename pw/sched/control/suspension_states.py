@@ -97,6 +97,8 @@ class Suspension:
     """True if the client stays suspended when the controller is started again."""
     islands: frozenset[str] = frozenset()
     """Names of islands that the client has left."""
+    to_files: bool = False
+    """True if copies are to lie in files, where hosts have a folder for files."""
 
     def after(self, event: SuspensionEvent) -> None:
         """Change the state. Raises ImpossibleTransition."""

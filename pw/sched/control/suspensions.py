@@ -69,8 +69,9 @@ class Suspensions(ControlPart):
         if clients is None:
             return
         request = (asker.address, message.request)
+        by, to_files = self._who(asker), message.to_files
         waiting = [
-            client for client in clients if not self.suspend(client, self._who(asker), request)
+            client for client in clients if not self.suspend(client, by, request, to_files=to_files)
         ]
         if not waiting:
             self._env.send(asker.address, msg.Answered(message.request, None))
@@ -198,7 +199,14 @@ class Suspensions(ControlPart):
         state = "suspended" if suspension.is_complete else "leaving its devices"
         return f"{state}, by {suspension.by}, {self._env.now_s() - suspension.since_s:.0f} s ago"
 
-    def suspend(self, client: Client, by: str, request: tuple[Address, int] | None = None) -> bool:
+    def suspend(
+        self,
+        client: Client,
+        by: str,
+        request: tuple[Address, int] | None = None,
+        *,
+        to_files: bool = False,
+    ) -> bool:
         """Have a client leave its devices; return whether it has left them already."""
         suspension = client.suspension
         if suspension is None:
@@ -207,6 +215,9 @@ class Suspensions(ControlPart):
             self.leaving[client.number] = client
             self._hold(client, suspension)
             self._env.log("info", "client is to be suspended", client=client.number, by=by)
+        if to_files:
+            suspension.to_files = True
+            self.replicas.write(client)  # copies that are there already
         if not suspension.is_complete and request is not None:
             suspension.asked.append(request)
         return suspension.is_complete
@@ -362,10 +373,12 @@ class Suspensions(ControlPart):
             )
             if not goes or self.replicas.are_complete(number, spec):
                 continue
+            if number not in client.lineage.origins:
+                continue  # made again for a run that is withdrawn; no copy of it would count
             devices = self._islands.located(spec)
             island = self._islands.bindings[spec.placement.slice].island
             for host, positions in box_holders(spec, devices).items():
-                copy = msg.ArrayCopy(number, spec, devices, positions)
+                copy = msg.ArrayCopy(number, spec, devices, positions, to_files=suspension.to_files)
                 by_island.setdefault(island, []).append((host, copy))
             amounts[number] = spec.size_bytes
         suspension.copied = set(amounts)

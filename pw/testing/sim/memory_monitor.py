@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from pw.core.ids import client_of
 from pw.sched.island.buffers import Tier
 from pw.sched.island.memory_report import counted
 from pw.sched.island.memory_tiers import host_bytes
@@ -65,6 +66,9 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
             return is_on_its_way
         for reservation in admission.blocked():
             world.checked["room"] += 1
+            queue = scheduler.queues.clients.get(client_of(reservation.run))
+            if queue is not None and queue.held_but is not None:
+                continue  # its client is to leave the devices: it may fit, and waits
             read = {memory.buffer_of(arg) for arg in reservation.args}
             total = reservation.short or memory.total
             free = -memory.shortage(total, reservation.program, reservation.args)

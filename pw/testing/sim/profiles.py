@@ -410,6 +410,15 @@ PROFILES = {
             slow_hosts=0.5,
         ),
         SimProfile(
+            "suspended-tiers",
+            runs=80,
+            suspensions=0.06,
+            loops=0.1,
+            checkpoints=0.03,
+            slow_hosts=0.5,
+            **_TIERS,
+        ),
+        SimProfile(
             "suspended-restarted",
             runs=80,
             span_s=15.0,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from pw.core.errors import Error, ErrorReport
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.backend import Part
@@ -21,6 +23,9 @@ FULL = 0.3
 class FileShards(Shards):
     """The shards of one array in a file."""
 
+    devices: tuple[DeviceAddress, ...] = ()
+    """Devices at the positions of the mesh."""
+
 
 class SimFiles:
     """The files of one incarnation of a host; the next one begins without files.
@@ -35,6 +40,8 @@ class SimFiles:
         self._backend = backend
         self._random = node.world.streams(f"disk/{node.name}")
         self._failures = 0.2 if self._random.random() < FULL else 0.0
+        self.failed = 0
+        """Number of files that could not be written."""
         self._files: dict[int, FileShards] = {}
         """Files that are complete, by the id of their payload."""
 
@@ -51,15 +58,21 @@ class SimFiles:
         shards = FileShards(
             {devices[at].ordinal: data.copy() for positions, _, data in parts for at in positions}
         )
+        shards.devices = devices
         written = partial(self._written, None if is_full else shards, done)
         self._node.world.after(delay_s, self._backend.answer, written)
 
     def _written(self, shards: FileShards | None, done: Callable[[Any], None]) -> None:
         if shards is None:
+            self.failed += 1
             done(ErrorReport.of(Error("no space left on the device"), self._node.name))
             return
         self._files[id(shards)] = shards
         done(shards)
+
+    def view(self, file: FileShards, position: int) -> np.ndarray[Any, Any]:
+        """Return a view of the shard at a position."""
+        return file[file.devices[position].ordinal]
 
     def delete(self, file: FileShards) -> None:
         """Delete a file; what reads it goes on."""

@@ -4,6 +4,7 @@
 |---|---|
 | suspended | nothing of a suspended client is launched; soon its hosts have none of its arrays on devices |
 | suspended | a client stays suspended when its controller is started again |
+| copies in files | a host has no copies in memory that were to go to files, if it could write them |
 | run once | a computation is not launched again because its client was suspended |
 
 With the profile's `suspensions`, a user has another one, or itself, suspended. After a while the suspended user
@@ -13,6 +14,7 @@ asks to go on, also if it is not suspended yet.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pw.client.session.thread_messages import Ask
@@ -25,6 +27,9 @@ LATE_S = 10.0
 """Seconds after which a user that is still suspended asks to go on."""
 SETTLED_S = 4.0
 """Seconds after which hosts have dropped what a suspended client had on devices."""
+
+TO_FILES = 0.6
+"""Share of the suspensions whose copies are to lie in files, in profiles with files."""
 
 
 def suspend(user: Any) -> None:
@@ -43,7 +48,9 @@ def suspend(user: Any) -> None:
         _migrate(user, target)
         return
     promise = user._promise(f"suspend client {number}", lambda result, error: None)
-    user._post(Ask(lambda request: msg.SuspendClients(request, number), promise, ()))
+    to_files = bool(world.profile.spill_files) and random.random() < TO_FILES
+    order = partial(msg.SuspendClients, client=number, to_files=to_files)
+    user._post(Ask(order, promise, ()))
     world.checked["suspensions"] += 1
     world.ledger.injected[SUSPENDED] += 1
     pause_s = random.choice((0.0, 1e-3, 0.05, 0.5, 2.0, 6.0))
@@ -95,6 +102,9 @@ class SuspensionMonitor:
         """Run in which each segment of a user's call was launched."""
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.SliceLost, self._left)
+        world.watch_sent(msg.Replicate, self._copying)
+        self._to_files: set[tuple[str, int]] = set()
+        """Hosts and arrays of copies that are to lie in files."""
         world.watch_handled(msg.Attach, self._attaching)
 
     def _client(self, number: int) -> Any:
@@ -138,7 +148,28 @@ class SuspensionMonitor:
         client = self._client(client_of(message.slice))
         if client is not None and client.suspension is not None:
             self._world.checked["withdrawn"] += len(client.suspension.withdrawn)
+            self._look_for_files(client, client.suspension)
             self._world.after(SETTLED_S, self._check, client, client.suspension)
+
+    def _copying(self, sender: Address, to: Address, message: msg.Replicate) -> None:
+        for copy in message.copies:  # the last order for an array counts
+            change = self._to_files.add if copy.to_files else self._to_files.discard
+            change((to.node, copy.array))
+
+    def _look_for_files(self, client: Any, suspension: Any) -> None:
+        """Copies are in files before a client leaves its devices."""
+        for host in self._cluster.members():
+            arrays = {array for name, array in self._to_files if name == host.name}
+            if host.node is None or not host.has_files or host.files.failed:
+                continue
+            for one in host.store.replicas.memory.all():
+                if one.array not in arrays or one.array not in suspension.copied:
+                    continue
+                self._world.checked["copies in files"] += 1
+                if not one.in_file and one.data.nbytes:
+                    words = f"{host.name} has a copy of {one.array:x} of {client.name} in memory"
+                    raise Violation("copies in files", words)
+        self._to_files = {key for key in self._to_files if client_of(key[1]) != client.number}
 
     def _check(self, client: Any, suspension: Any) -> None:
         """Hosts have nothing on devices of a client that is still suspended."""

@@ -865,6 +865,15 @@ def held_alone(present: Callable[..., Any], client: Any, suspension: Any) -> Any
     return (one for one in present(client, suspension) if one[0] in client.arrays.held)
 
 
+def write_later(
+    hold: Callable[..., None], array: int, boxes: Any, proof: bytes = b"", *, to_files: bool = False
+) -> None:
+    """Have copies kept at once, and written to files afterwards."""
+    hold(array, boxes, proof)
+    if to_files:
+        hold.__self__.write((array,))  # type: ignore[attr-defined]
+
+
 def the_last_first(candidates: Callable[..., Any], *args: Any) -> Any:
     """Try what moves the most bytes first."""
     chosen = list(candidates(*args))

@@ -1374,6 +1374,24 @@ row(
     wrap("host.store.arrays.copies", breakages.copies_turned_round),
     seen("suspended", 16, "oracle"),
 )
+# A host tells of a copy that is to lie in a file before the file is complete.
+row(
+    "tell-of-copies-before-their-files",
+    wrap("host.store.replicas.memory.hold", breakages.write_later),
+    seen("suspended-tiers", 6, "copies in files"),
+)
+# The file of a copy outlives the copy.
+row(
+    "keep-files-of-copies",
+    forget("host.store.replicas.memory.held.delete_file"),
+    seen("suspended-tiers", 15, "census"),
+)
+# The files of copies do not have their bytes.
+row(
+    "copies-of-zeros",
+    wrap("host.files.write", breakages.write_nothing),
+    seen("suspended-tiers", 10, "oracle"),
+)
 # --- moves that make room ------------------------------------------------------------------------
 
 # The slices with the most bytes move.

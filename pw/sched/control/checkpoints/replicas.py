@@ -313,6 +313,16 @@ class ReplicaTable(ControlPart):
         if all(other is client for other in self.sessions.clients):
             self._expected.clear()  # nothing waits for replicas any more
 
+    def write(self, client: Client) -> None:
+        """Have hosts move their replicas of a client's arrays from memory to files."""
+        by_host: dict[str, list[int]] = {}
+        for array, replicas in self._replicas.items():
+            if client_of(array) == client.number:
+                for host in replicas:
+                    by_host.setdefault(host, []).append(array)
+        for host, arrays in by_host.items():
+            self._env.send(store_of(host), msg.WriteReplicas(tuple(arrays)))
+
     def drop(self, arrays: Iterable[int]) -> None:
         """Have hosts drop their replicas of these arrays."""
         by_host: dict[str, list[int]] = {}
