@@ -284,6 +284,7 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         coords=parse_coordinates(options.coords, options.devices),
         wraps=parse_wraps(options.wrap),
         is_to_end=begin.is_to_end,
+        grace_s=options.drain,
     )
     replicas = _inherited(name, parcel, supervisor)
     aside = FileThreads(loop)

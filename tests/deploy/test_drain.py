@@ -93,6 +93,11 @@ def test_clients_leave_workers_that_must_end_and_go_on_with_the_next(
     state = pw.put(numbers, sharding=pw.NamedSharding(mesh, P("x")))
     for _ in range(50):
         state = step(state)
+    state.block_until_ready()
+    notices = [host.notice for host in pw.status().hosts]
+    assert [notice.grace_s for notice in notices if notice is not None] == [60] * hosts
+    assert sum(notice.size_bytes for notice in notices if notice is not None) >= 64
+    assert "of 60 s" in str(pw.status())
     for worker in first:
         send(worker.process.pid, signal.SIGTERM)
     for _ in range(50):  # these calls may wait for the next workers

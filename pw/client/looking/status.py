@@ -113,6 +113,8 @@ class ClusterStatus(Shown):
         ]
         has_sick = any(host.sick for host in self.hosts)
         sick = ("sick devices",) * has_sick
+        has_notice = any(host.notice is not None for host in self.hosts)
+        notice = ("when told to end",) * has_notice
         hosts = [
             (
                 h.island or "any",
@@ -120,6 +122,7 @@ class ClusterStatus(Shown):
                 "yes" if h.python else "no",
                 h.endpoint,
                 *(_sick(h),) * has_sick,
+                *(_notice(h),) * has_notice,
             )
             for h in self.hosts
         ]
@@ -147,7 +150,7 @@ class ClusterStatus(Shown):
             ),
             Table(
                 "Hosts",
-                ("island", "host", "state", "pid", "devices", "python", "endpoint", *sick),
+                ("island", "host", "state", "pid", "devices", "python", "endpoint", *sick, *notice),
                 tuple(hosts),
             ),
             Table("Clients", ("client", "name", *tenant, *_OWNED, "waits for"), tuple(clients)),
@@ -241,6 +244,15 @@ def _sick(host: HostInfo) -> str:
     is_out = ", left out" * (host.state in ("ready", "joining"))
     words = {SickState.SUSPECT: "suspect", SickState.FAILED: f"failed{is_out}"}
     return "; ".join(f"{one.device} {words[one.state]}: {one.words}" for one in host.sick)
+
+
+def _notice(host: HostInfo) -> str:
+    """Return what it takes to empty a host that is told to end, and how long it has for that."""
+    notice = host.notice
+    if notice is None:
+        return "ends at once"
+    words = f"{size_in_words(notice.size_bytes)} in {notice.needs_s:.1f} of {notice.grace_s:g} s"
+    return words + ": too short" * notice.is_too_short
 
 
 def _note(client: ClientInfo) -> str:

@@ -23,6 +23,7 @@ from pw.core.messages.bounds import (
     Hosts,
     Islands,
     Name,
+    Seconds,
 )
 
 
@@ -55,6 +56,8 @@ class RegisterHost(HostToResources, frozen=True, tag=10):
     does."""
     is_to_end: bool = False
     """True if its operator has told this host to end: it comes only to be emptied."""
+    grace_s: Seconds = 0.0
+    """Seconds in which the host is emptied when its operator tells it to end; 0 if it ends at once."""
 
 
 class HostRejected(ControllerToExecutor, frozen=True, tag=11):

@@ -23,6 +23,22 @@ class GetStatus(ClientToController, frozen=True, tag=47):
     request: int
 
 
+class Notice(msgspec.Struct, frozen=True, array_like=True):
+    """What it takes to empty a host that is told to end (`pw-worker --drain`)."""
+
+    grace_s: float
+    """Seconds that the host has."""
+    size_bytes: int = 0
+    """Bytes of the arrays on its devices."""
+    needs_s: float = 0.0
+    """Seconds that moving them takes, as fast as clients have left devices so far."""
+
+    @property
+    def is_too_short(self) -> bool:
+        """Whether the host would end before its arrays have moved."""
+        return self.needs_s > self.grace_s
+
+
 class HostInfo(msgspec.Struct, frozen=True, array_like=True):
     """One host."""
 
@@ -42,6 +58,8 @@ class HostInfo(msgspec.Struct, frozen=True, array_like=True):
     """Devices of the host that are suspect, or have failed their test."""
     slow: SlowHost | None = None
     """How slow the host is beside the other hosts of its gangs; None if it is as fast, or has none."""
+    notice: Notice | None = None
+    """What it takes to empty the host when it is told to end; None if it ends at once."""
 
 
 class IslandInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -7,12 +7,12 @@ on. While a computation runs, results that reuse donated arguments need no memor
 compiler's temporaries come on top (`IslandMemory.peaks`, because only hosts know them). Runs in
 flight share the room for temporaries (`pw.sched.island.memory`).
 
-Three estimates are too high. An edge from another island counts from the start of its segment,
+Four estimates are too high. An edge from another island counts from the start of its segment,
 because its bytes come when the sender has them. A value counts on all its devices until no host of
 the island uses it. A result that hosts watch, because it is the last one on some device, counts to
-the end of its segment. Small host values that travel inside a
-`Run` do not count while they are arguments; what they make of the peak where they are donated or
-returned is added by the scheduler (`HostValue`).
+the end of its segment. A result of the program that a merge has chosen counts beside the value whose bytes it has.
+Small host values that travel inside a `Run` do not count while they are arguments; what they make of the peak
+where they are donated or returned is added by the scheduler (`HostValue`).
 
 Devices with shards of the same arrays are one group, so the cost is one step for each computation
 and edge, not for each device.
@@ -226,6 +226,8 @@ class _Walk:
                 for slot in ends.get(position, ()):
                     self._add(self._specs[slot], -1)
                 position += 1
+        if not program.makes_views:  # a merge may have made a result last
+            self._peaks = list(map(max, self._peaks, self._live))
         inputs = [n for n, spec in enumerate(program.inputs) if self._counts(spec)]
         donated = frozenset(program.donated)
         return IslandMemory(

@@ -477,6 +477,7 @@ def _info(host: Host, island: str, state: str, slow: msg.SlowHost | None = None)
         place.endpoint,
         place.python,
         slow=slow,
+        notice=msg.Notice(place.grace_s) if place.grace_s else None,
     )
 
 

@@ -369,7 +369,7 @@ class Controller(Actor):
                 message.request,
                 *self._versions,
                 self._policy,
-                self.sick.in_islands(islands),
+                self._leaving_hosts.in_islands(self.sick.in_islands(islands)),
                 self.sick.of(self._waiting_hosts()),
                 tuple(
                     msg.ClientInfo(

@@ -93,6 +93,10 @@ class Suspension:
     """Runs behind the boundary, which are run when the client is resumed."""
     copied: set[int] = field(default_factory=set)
     """Arrays that were to be copied."""
+    copies_since_s: float = 0.0
+    """Time at which their copies were asked for, in seconds."""
+    size_bytes: int = 0
+    """Bytes of these arrays."""
     outlasts: bool = True
     """True if the client stays suspended when the controller is started again."""
     islands: frozenset[str] = frozenset()

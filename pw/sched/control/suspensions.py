@@ -43,6 +43,11 @@ from pw.sched.control.suspension_states import Suspension, SuspensionEvent, Susp
 HEARD_S = 5.0
 """Seconds to wait for a client's word that it sends nothing more to hosts: it may be stopped."""
 
+BYTES_PER_S = 256 << 20
+"""Speed at which arrays are taken to leave devices until some have."""
+MEASURED_BYTES = 16 << 20
+"""Bytes of arrays that tell how fast arrays leave devices."""
+
 _NOT_COPIED = INFRASTRUCTURE | {CheckpointFailed.__name__, ArrayLost.__name__}
 """Names of the errors of a copy; any other is the error of the array."""
 
@@ -58,6 +63,8 @@ class Suspensions(ControlPart):
     losses: Losses
     rebuilder: Rebuilder
     island_status: Callable[[], tuple[msg.IslandInfo, ...]]
+    bytes_per_s: float = BYTES_PER_S
+    """Speed at which the arrays of a client left its devices last, in bytes per second."""
     leaving: dict[int, Client] = field(default_factory=dict, init=False)
     """Clients that are to leave their devices and have not, by number."""
 
@@ -297,6 +304,7 @@ class Suspensions(ControlPart):
                 suspension.after(SuspensionEvent.END)
                 self._copy(client, suspension)
             if suspension.state is SuspensionState.COPYING and self.are_copied(client, suspension):
+                self._measure(suspension)
                 suspension.after(SuspensionEvent.COPY)
                 self.leave(client, suspension)
 
@@ -382,10 +390,18 @@ class Suspensions(ControlPart):
                 by_island.setdefault(island, []).append((host, copy))
             amounts[number] = spec.size_bytes
         suspension.copied = set(amounts)
+        suspension.copies_since_s = self._env.now_s()
+        suspension.size_bytes = sum(amounts.values())
         self.sessions.usage.keep(client.number, Resource.HOST_MEMORY, amounts)
         for island, copies in by_island.items():
             order = msg.CopyArrays(client.number, tuple(copies), first=True)
             self._env.send(scheduler_of(island), order)
+
+    def _measure(self, suspension: Suspension) -> None:
+        """Note how fast a client's arrays were copied, if there were enough of them to tell."""
+        took_s = self._env.now_s() - suspension.copies_since_s
+        if suspension.size_bytes >= MEASURED_BYTES and took_s > 0:
+            self.bytes_per_s = suspension.size_bytes / took_s
 
     def are_copied(self, client: Client, suspension: Suspension) -> bool:
         """Whether all that is to be copied and still exists is in host memory."""

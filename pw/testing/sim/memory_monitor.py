@@ -69,6 +69,8 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
             queue = scheduler.queues.clients.get(client_of(reservation.run))
             if queue is not None and queue.held_but is not None:
                 continue  # its client is to leave the devices: it may fit, and waits
+            if reservation.tried_at != memory.frees:
+                continue  # it may fit now, and has not been tried: the window is closed
             read = {memory.buffer_of(arg) for arg in reservation.args}
             total = reservation.short or memory.total
             free = -memory.shortage(total, reservation.program, reservation.args)
