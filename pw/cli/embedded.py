@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.connection.wires import LocalWires, StreamWires
 from pw.client.display.tables import is_notebook
 from pw.client.session.thread_messages import Close
-from pw.core.coordinates import times
+from pw.core.coordinates import parse_times, times
 from pw.core.errors import ConnectionFailed, Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.core.installed import DASHBOARD, is_installed
@@ -63,9 +62,10 @@ def device_count() -> int:
 def topology() -> tuple[int, ...]:
     """Return the grid in which the CPU devices lie; empty for one row. Raises Error if it is none."""
     text = os.environ.get("PW_EMBEDDED_TOPOLOGY", "")
-    if text and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise Error(f"PW_EMBEDDED_TOPOLOGY is a grid of devices such as 2x4, not {text!r}")
-    return tuple(map(int, text.split("x"))) if text else ()
+    try:
+        return parse_times(text)
+    except ValueError as error:
+        raise Error(f"PW_EMBEDDED_TOPOLOGY={text}: {error}") from None
 
 
 def coordinates(devices: int) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -10,6 +9,8 @@ import typer
 
 from pw.cli.process import Credentials, Insecure
 from pw.cli.target import Address, Timeout, address_of
+from pw.core.coordinates import parse_times
+from pw.core.errors import ArgumentError
 
 
 def status(
@@ -336,7 +337,10 @@ def rebalance(
     from pw.cli import requests
     from pw.client.rebalancing import plan_request
 
-    shape = tuple(map(int, re.findall(r"\d+", topology))) if topology else None
+    try:
+        shape = parse_times(topology) or None
+    except ValueError as error:
+        raise ArgumentError(f"--topology: {error}") from None
     wanted = plan_request(devices or None, shape, island or None, exclusive, memory or None)
     where = address_of(address, credentials, insecure)
     requests.rebalance(where, wanted, dry_run, timeout, lambda moves: typer.echo(f"{moves}"))

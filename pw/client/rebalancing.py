@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
-from pw.client.arrays.slice_arguments import shape_of, size_of
+from pw.client.arrays.slice_arguments import check_count, count_of, shape_of, size_of
 from pw.client.connection import current
 from pw.client.connection.questions import Questions
 from pw.client.connection.waiting import seconds
@@ -119,19 +118,15 @@ def plan_request(
     memory: int | str | None,
 ) -> PlanMoves:
     """Return the question for moves. Raises ArgumentError."""
-    shape = None if topology is None else shape_of(topology)
+    try:
+        shape = None if topology is None else shape_of(topology)
+        count = 0 if shape is None else math.prod(shape)
+        if devices is not None:
+            count = count_of(devices)
+            check_count(count, shape or (count,))
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
     more: Any = {"exclusive": exclusive, "memory_bytes": 0 if memory is None else size_of(memory)}
-    count = 0 if shape is None else math.prod(shape)
-    if devices is not None:
-        try:
-            number = 0 if isinstance(devices, bool) else index(devices)
-        except TypeError:
-            number = 0
-        if number < 1 or (shape is not None and number != count):
-            raise ArgumentError(
-                f"a slice has at least one device, and as many as its topology; not {devices!r}"
-            )
-        count = number
     if not count and (island is not None or exclusive or memory is not None):
         raise ArgumentError(
             "say how many devices the new slice is to have, as rebalance(4) or rebalance(topology=(2, 2)); "

@@ -22,6 +22,7 @@ AXES = 4
 LONGEST = 1 << 20
 """Number of devices along an axis, at most."""
 
+_TIMES = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 _BLOCK = re.compile(r"(\d+(?:,\d+)*)(?::(\d+(?:x\d+)*))?")
 
 
@@ -124,6 +125,13 @@ def check_coordinates(cells: Sequence[Coordinate], wraps: Coordinate, devices: i
 def written(cell: Sequence[int]) -> str:
     """Return coordinates as people write them."""
     return f"({', '.join(map(str, cell))})"
+
+
+def parse_times(text: str) -> tuple[int, ...]:
+    """Return the sizes of a block that is written as 2x4; none for an empty text. Raises ValueError."""
+    if text and not _TIMES.fullmatch(text):
+        raise ValueError(f"a number of devices along each axis looks like 2x4, not like {text!r}")
+    return tuple(map(int, text.split("x"))) if text else ()
 
 
 def times(sizes: Sequence[int]) -> str:

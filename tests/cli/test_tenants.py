@@ -379,6 +379,9 @@ def test_only_its_tenant_and_operators_suspend_a_client(cluster: Cluster) -> Non
     asked = cluster.ask("rebalance", "--dry-run", tenant="operator")
     assert asked.end() == 0
     assert "nothing has to move" in asked.out
+    asked = cluster.ask("rebalance", "--topology", "2 by 4", tenant="red")
+    assert asked.end() == 1
+    assert "looks like 2x4, not like '2 by 4'" in asked.err
     asked = cluster.ask("rebalance", "--topology", "64x64", "--island", "east", tenant="red")
     assert asked.end() == 1
     assert "4096 devices" in asked.err

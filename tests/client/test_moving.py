@@ -344,7 +344,7 @@ def test_slices_move_out_of_the_way_and_then_apart(user: Runtime) -> None:
     [
         ({"exclusive": True}, "say how many devices"),
         ({"devices": 0}, "at least one device"),
-        ({"devices": 3, "topology": (2, 2)}, "as many as its topology"),
+        ({"devices": 3, "topology": (2, 2)}, "has 4 devices, and 3 are"),
         ({"devices": 2, "memory": "much"}, "memory= takes bytes"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 from pw.client.arrays import device_in_jax
 from pw.client.arrays.device_in_jax import NoClient, VirtualMemory, memories_of
 from pw.client.arrays.operator_cache import Recent
-from pw.client.arrays.slice_arguments import host_names, shape_of, size_of
+from pw.client.arrays.slice_arguments import check_count, count_of, host_names, shape_of, size_of
 from pw.client.connection import current
 from pw.client.display.tables import Table, facts, html
 from pw.client.keywords import checks_keywords
@@ -357,12 +357,7 @@ class VirtualDeviceSet:
         asked: Any = tpu_devices if devices is None else devices
         if asked is None and shape is not None:
             asked = math.prod(shape)
-        try:
-            count = 0 if isinstance(asked, bool) else index(asked)
-        except TypeError:
-            count = 0
-        if count < 1:
-            raise ValueError(f"a slice has at least one device, and a whole number; not {asked!r}")
+        count = count_of(asked)
         for what, value in (("kind", kind), ("island", island)):
             if not isinstance(value, str | None):
                 raise ArgumentError(
@@ -370,11 +365,8 @@ class VirtualDeviceSet:
                 )
         size_bytes = None if memory is None else size_of(memory)
         how: Any = {"exclusive": exclusive, "memory": size_bytes}
-        if shape is not None and math.prod(shape) != count:
-            raise ValueError(
-                f"topology={shape} has {math.prod(shape)} devices, and {count} are asked for; leave the number "
-                "out"
-            )
+        if shape is not None:
+            check_count(count, shape)
         if hosts is not None:
             if islands is not None or shape is not None:
                 raise TypeError("add_slice takes hosts= without islands= and topology=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -21,6 +22,25 @@ def shape_of(topology: Any) -> tuple[int, ...]:
             f"topology= takes the number of devices along each axis, such as (2, 4); not {topology!r}"
         )
     return shape
+
+
+def count_of(devices: Any) -> int:
+    """Return a number of devices that a user gives. Raises ValueError."""
+    try:
+        count = 0 if isinstance(devices, bool) else index(devices)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"a slice has at least one device, and a whole number; not {devices!r}")
+    return count
+
+
+def check_count(count: int, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a shape has so many devices."""
+    if math.prod(shape) != count:
+        raise ValueError(
+            f"topology={shape} has {math.prod(shape)} devices, and {count} are asked for; leave the number out"
+        )
 
 
 def size_of(memory: Any) -> int:

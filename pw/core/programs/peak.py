@@ -10,9 +10,9 @@ flight share the room for temporaries (`pw.sched.island.memory`).
 Four estimates are too high. An edge from another island counts from the start of its segment,
 because its bytes come when the sender has them. A value counts on all its devices until no host of
 the island uses it. A result that hosts watch, because it is the last one on some device, counts to
-the end of its segment. A result of the program that a merge has chosen counts beside the value whose bytes it has.
-Small host values that travel inside a `Run` do not count while they are arguments; what they make of the peak
-where they are donated or returned is added by the scheduler (`HostValue`).
+the end of its segment. A result of the program that a merge has chosen counts beside the value whose
+bytes it has. Small host values that travel inside a `Run` do not count while they are arguments; what
+they make of the peak where they are donated or returned is added by the scheduler (`HostValue`).
 
 Devices with shards of the same arrays are one group, so the cost is one step for each computation
 and edge, not for each device.
