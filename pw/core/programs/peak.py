@@ -31,7 +31,7 @@ from functools import cache
 
 import msgspec
 
-from pw.core.programs.plan import Execute
+from pw.core.programs.plan import Execute, last_on_devices
 from pw.core.programs.program import Program
 from pw.core.programs.segments import Draft, Edge, SegmentSchedule
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement
@@ -335,19 +335,18 @@ class _Walk:
     def _watched(self) -> Iterator[tuple[int, int]]:
         """Yield results that hosts watch, and where their segments end.
 
-        `pw.devices.host.program` says which results a host watches.
+        Where computations are skipped a host watches others, and no more bytes.
         """
         end, of_hosts = -1, cache(self._devices_by_host)
         for draft in self._drafts:
             end += len(draft.steps)
-            last: defaultdict[str, list[tuple[frozenset[DeviceAddress], int]]] = defaultdict(list)
+            made: defaultdict[str, list[tuple[frozenset[DeviceAddress], int]]] = defaultdict(list)
             for step in draft.steps:
                 if not isinstance(step, Edge) and (slots := self._executes[step].results):
                     node = self._program.computations[self._executes[step].computation]
                     for host, own in of_hosts(node.placement):
-                        rest = [entry for entry in last[host] if not entry[0] <= own]
-                        last[host] = [*rest, (own, slots[-1])]
-            for _, slot in itertools.chain.from_iterable(last.values()):
+                        made[host].append((own, slots[-1]))
+            for slot in itertools.chain.from_iterable(map(last_on_devices, made.values())):
                 yield self._schedule.origin(slot), end
 
     def _devices_by_host(self, placement: Placement) -> list[tuple[str, frozenset[DeviceAddress]]]:

@@ -9,10 +9,16 @@ on one island: it begins with the transfers it needs from other islands, and `de
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
 import msgspec
 
 from pw.core.compact import OnPlacement, OnSpec
 from pw.core.sharding import ArraySpec, Binding, Box
+
+Made = TypeVar("Made")
+"""What stands for a result that a computation makes."""
 
 
 class BoxCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -176,3 +182,16 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True):
 
     segments: tuple[Segment, ...]
     hosts: tuple[HostPlan, ...]
+
+
+def last_on_devices(made: Iterable[tuple[frozenset[Any], Made]]) -> list[Made]:
+    """Return the last results on each device, which hosts watch: all before them have ended when they have.
+
+    Args:
+        made: the results of one host in the order in which they are computed, each with its devices.
+    """
+    last: list[tuple[frozenset[Any], Made]] = []
+    for devices, result in made:
+        last = [entry for entry in last if not entry[0] <= devices]
+        last.append((devices, result))
+    return [result for _, result in last]

@@ -9,7 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from pw.core.ids import client_of
-from pw.core.programs.plan import Execute, Free, HostPlan, Instruction, Receive, Send
+from pw.core.programs.plan import (
+    Execute,
+    Free,
+    HostPlan,
+    Instruction,
+    Receive,
+    Send,
+    last_on_devices,
+)
 from pw.core.programs.program import Computation, Program
 from pw.core.sharding import (
     ArraySpec,
@@ -67,7 +75,7 @@ class SegmentSteps:
         """
         receives = (i for i in instructions if isinstance(i, Receive))
         segment = cls(instructions, tuple(receives))
-        last: list[tuple[frozenset[int], int]] = []
+        made: list[tuple[frozenset[int], int]] = []
         for position, instruction in enumerate(instructions):
             if isinstance(instruction, Execute):
                 computation = body.computations[instruction.computation]
@@ -75,8 +83,7 @@ class SegmentSteps:
                 if instruction.results:
                     devices = own(computation)
                     segment.devices |= devices
-                    last = [entry for entry in last if not entry[0] <= devices]
-                    last.append((devices, position))
+                    made.append((devices, position))
                 donated = instruction.donated
                 kept = tuple(at for at in computation.donated if at not in donated)
                 if kept:
@@ -88,7 +95,7 @@ class SegmentSteps:
                     if instruction.computation in gangs:
                         segment.unread |= {position}
             return segment
-        segment.watched = frozenset(position for _, position in last)
+        segment.watched = frozenset(last_on_devices(made))
         segment.watch_after = frozenset(_last_send(instructions, at) for at in segment.watched)
         segment.unread = _unread(instructions, gangs)
         return segment
