@@ -205,6 +205,15 @@ def test_what_comes_from_an_old_epoch_changes_nothing() -> None:
     assert all(bench.told(node, msg.LeaveIsland)[-1].reason == "a gap" for node in ("x", "y"))
 
 
+def test_a_host_that_joins_an_epoch_that_lost_it_is_told() -> None:
+    """It was cut off, and has not noticed: it would wait for ever."""
+    bench = Bench()
+    bench.host("x")
+    bench.lose("x")
+    bench.joined("x")
+    assert [left.epoch for left in bench.told("x", msg.LeaveIsland)] == [1]
+
+
 def test_a_host_that_comes_again_begins_a_new_epoch_and_may_have_changed() -> None:
     bench = Bench()
     bench.island("i", 1, 1)

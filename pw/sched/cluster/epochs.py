@@ -35,6 +35,8 @@ REJOIN_S = 15.0
 RESTART_S = 2.0
 """Seconds for which the rank of a host that died is kept for the host, if there is a spare."""
 
+_LOST_SIGHT = "its controller was started again, or lost sight of it"
+
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
@@ -161,8 +163,7 @@ class Epochs(Part):
             if island.state == "waiting" and node in island.ranks:
                 island.awaited.add(node)
         island.newest = max(island.newest, message.epoch)
-        reason = "its controller was started again, or lost sight of it"
-        self.env.send(sender, msg.LeaveIsland(name, message.epoch, reason))
+        self.env.send(sender, msg.LeaveIsland(name, message.epoch, _LOST_SIGHT))
 
     def _remember_home(self, message: msg.RegisterHost) -> None:
         """Declare the own island of a host that has a seat elsewhere.
@@ -275,7 +276,8 @@ class Epochs(Part):
     @handles(msg.IslandJoined)
     def _joined(self, sender: Address, message: msg.IslandJoined) -> None:
         island = self._current(sender, message.island, message.epoch)
-        if island is None:
+        if island is None:  # it may not know that it was lost here, and would wait for ever
+            self.env.send(sender, msg.LeaveIsland(message.island, message.epoch, _LOST_SIGHT))
             return
         if island.state != "forming":
             self.env.count("messages_stale")
