@@ -226,6 +226,16 @@ _DEVICES: dict[str, Any] = {
 }
 _LOSSES = _CRASHES | _RESTARTS | _CLIENTS | _DEVICES
 
+_STRAGGLERS: dict[str, Any] = {
+    "hosts": 4,
+    "clients": 1,
+    "runs": 200,
+    "silences": 0.0,
+    "clock_skew": 2e-5,
+    "tenants": True,
+    "stragglers": 0.75,
+}
+
 _LITTLE_MEMORY: dict[str, Any] = {"device_memory_bytes": 256 << 10}
 _TIERS: dict[str, Any] = {
     "device_memory_bytes": 96 << 10,
@@ -260,29 +270,9 @@ PROFILES = {
             tenants=True,
             many=True,
         ),
+        SimProfile("stragglers", span_s=18.0, **_STRAGGLERS),
         SimProfile(
-            "stragglers",
-            hosts=4,
-            clients=1,
-            runs=200,
-            span_s=18.0,
-            silences=0.0,
-            clock_skew=2e-5,
-            tenants=True,
-            stragglers=0.75,
-        ),
-        SimProfile(
-            "stragglers-replaced",
-            hosts=4,
-            clients=1,
-            runs=200,
-            span_s=40.0,
-            silences=0.0,
-            clock_skew=2e-5,
-            spares=0.8,
-            tenants=True,
-            stragglers=0.75,
-            replace_stragglers=1.3,
+            "stragglers-replaced", span_s=40.0, spares=0.8, replace_stragglers=1.3, **_STRAGGLERS
         ),
         SimProfile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         SimProfile("clients", **_CLIENTS),
