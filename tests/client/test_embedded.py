@@ -127,6 +127,41 @@ def test_it_recovers_as_other_clusters_do(tmp_path: Path) -> None:
         script.kill()
 
 
+LEAVE = """
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+step = pw.jit(lambda x: x * 3 + 1, mesh=mesh, donate_argnums=0)
+state = step(np.arange(4, dtype=np.uint32))
+state.block_until_ready()
+pw.suspend(to={to!r})
+assert "suspended, by client" in str(pw.status()), pw.status()
+print(np.asarray(state).tolist())
+state = step(state)
+try:
+    pw.get(state, timeout=0.2)
+except TimeoutError:
+    print("waits")
+pw.resume()
+print(np.asarray(step(state)).tolist())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("to", ["memory", "files"])
+def test_a_script_leaves_its_devices_and_comes_back(to: str, tmp_path: Path) -> None:
+    folder = tmp_path / "spilled"
+    folder.mkdir()
+    files = {"PW_EMBEDDED_SPILL": "1MiB", "PW_EMBEDDED_SPILL_FILES": str(folder)}
+    script = Program(
+        tmp_path, ["-c", PRELUDE + LEAVE.format(to=to)], **(files if to == "files" else {})
+    )
+    try:
+        assert script.end(90) == 0, script.err
+        assert script.out.split("\n")[:3] == ["[1, 4, 7, 10]", "waits", "[13, 40, 67, 94]"]
+        script.until_alone()
+    finally:
+        script.kill()
+
+
 PENDING = """
 mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
 slow = pw.jit(lambda x: jax.lax.fori_loop(0, 200, lambda i, v: jnp.sin(v @ v), x), mesh=mesh)
