@@ -26,7 +26,7 @@ WHAT = "a client that moves, beside its bytes alone; suspended and resumed"
 
 def run(quick: bool) -> Result:
     """Move a client to and fro, and put its arrays there."""
-    count = 4 if quick else 64
+    count = 4 if quick else 128
     result = Result("moving", WHAT)
     with pw.LocalCluster(islands=2):
         client = _Client(count)
