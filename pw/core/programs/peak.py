@@ -340,13 +340,15 @@ class _Walk:
         end, of_hosts = -1, cache(self._devices_by_host)
         for draft in self._drafts:
             end += len(draft.steps)
-            made: defaultdict[str, list[tuple[frozenset[DeviceAddress], int]]] = defaultdict(list)
+            results: defaultdict[str, list[tuple[frozenset[DeviceAddress], int]]] = defaultdict(
+                list
+            )
             for step in draft.steps:
                 if not isinstance(step, Edge) and (slots := self._executes[step].results):
                     node = self._program.computations[self._executes[step].computation]
                     for host, own in of_hosts(node.placement):
-                        made[host].append((own, slots[-1]))
-            for slot in itertools.chain.from_iterable(map(last_on_devices, made.values())):
+                        results[host].append((own, slots[-1]))
+            for slot in itertools.chain.from_iterable(map(last_on_devices, results.values())):
                 yield self._schedule.origin(slot), end
 
     def _devices_by_host(self, placement: Placement) -> list[tuple[str, frozenset[DeviceAddress]]]:

@@ -17,7 +17,7 @@ import msgspec
 from pw.core.compact import OnPlacement, OnSpec
 from pw.core.sharding import ArraySpec, Binding, Box
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 """What stands for a result that a computation makes."""
 
 
@@ -184,14 +184,14 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True):
     hosts: tuple[HostPlan, ...]
 
 
-def last_on_devices(made: Iterable[tuple[frozenset[Any], Made]]) -> list[Made]:
+def last_on_devices(results: Iterable[tuple[frozenset[Any], Result]]) -> list[Result]:
     """Return the last results on each device, which hosts watch: all before them have ended when they have.
 
     Args:
-        made: the results of one host in the order in which they are computed, each with its devices.
+        results: the results of one host in the order in which they are computed, each with its devices.
     """
-    last: list[tuple[frozenset[Any], Made]] = []
-    for devices, result in made:
+    last: list[tuple[frozenset[Any], Result]] = []
+    for devices, result in results:
         last = [entry for entry in last if not entry[0] <= devices]
         last.append((devices, result))
     return [result for _, result in last]

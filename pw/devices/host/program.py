@@ -75,7 +75,7 @@ class SegmentSteps:
         """
         receives = (i for i in instructions if isinstance(i, Receive))
         segment = cls(instructions, tuple(receives))
-        made: list[tuple[frozenset[int], int]] = []
+        results: list[tuple[frozenset[int], int]] = []
         for position, instruction in enumerate(instructions):
             if isinstance(instruction, Execute):
                 computation = body.computations[instruction.computation]
@@ -83,7 +83,7 @@ class SegmentSteps:
                 if instruction.results:
                     devices = own(computation)
                     segment.devices |= devices
-                    made.append((devices, position))
+                    results.append((devices, position))
                 donated = instruction.donated
                 kept = tuple(at for at in computation.donated if at not in donated)
                 if kept:
@@ -95,7 +95,7 @@ class SegmentSteps:
                     if instruction.computation in gangs:
                         segment.unread |= {position}
             return segment
-        segment.watched = frozenset(last_on_devices(made))
+        segment.watched = frozenset(last_on_devices(results))
         segment.watch_after = frozenset(_last_send(instructions, at) for at in segment.watched)
         segment.unread = _unread(instructions, gangs)
         return segment
