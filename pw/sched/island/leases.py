@@ -508,6 +508,8 @@ class LaunchLeases(Part):
         """Other devices, or other code."""
         if message.again:
             return
+        if (habit := self._habits.get(client_of(message.program))) is not None:
+            habit.programs.pop(message.program, None)  # its runs may have other launches now
         for lease in list(self.table.holders.values()):
             if message.program in lease.programs:
                 self._close(lease, "install")
