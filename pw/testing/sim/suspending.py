@@ -146,7 +146,7 @@ class SuspensionMonitor:
 
     def _left(self, sender: Address, to: Address, message: msg.SliceLost) -> None:
         client = self._client(client_of(message.slice))
-        if client is not None and client.suspension is not None:
+        if client is not None and client.suspension is not None and client.suspension.is_complete:
             self._world.checked["withdrawn"] += len(client.suspension.withdrawn)
             self._look_for_files(client, client.suspension)
             self._world.after(SETTLED_S, self._check, client, client.suspension)
