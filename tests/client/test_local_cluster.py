@@ -295,9 +295,16 @@ def test_a_slice_knows_its_island_after_a_drain(scripts: list[Program], tmp_path
             mesh = pw.Mesh(part.devices, ("x",))
             double = pw.jit(lambda x: 2 * x, mesh=mesh)
             y = double(np.float32(3))
+            step = pw.jit(lambda x: x + 1, mesh=mesh, donate_argnums=0)
+            state = step(np.float32(0))
+            for _ in range(20):
+                state = step(state)
+            state.block_until_ready()
             before = part.island
             pw.drain(before + "-host-0", timeout_s=60)
             assert float(double(y)) == 12
+            assert float(state) == 21
+            assert not pw.stats()["controller"].get("runs_repeated"), "it was copied"
             assert {before, part.island} == {"island-0", "island-1"}
             assert part.devices[0].island == part.island
             assert f"island={part.island!r}" in repr(part)

@@ -4,8 +4,8 @@
 
 A host leaves its island as any does, but its rank goes to a spare at once, and its next incarnation
 gets no seat: it stays until the controller has had all that it held copied elsewhere
-(`HostEmptied`). Where no spare can take over, the island's slices move to islands that have room;
-where there are none, the host cannot be drained.
+(`HostEmptied`). Where no spare can take over, the island's slices move to islands that have room, as soon as
+its hosts are back with what they held; where there are none, the host cannot be drained.
 
 A host that is told to end has no choice (`AskToLeave`). Where nothing can take its slices, their clients leave
 first: the controller suspends them (`HostMustEnd`), and they go on where there is room again.
@@ -27,6 +27,13 @@ AGAIN_S = 1.0
 """Seconds between two looks for a host that is restarting, or that an earlier controller may have had."""
 
 
+@dataclass(frozen=True, slots=True)
+class _LookWhoIsBack:
+    """A host has come or gone: perhaps all hosts of an island are back whose slices are to move."""
+
+    island: str
+
+
 @dataclass(eq=False, repr=False)
 class Drains(Part):
     """Drains hosts."""
@@ -39,6 +46,8 @@ class Drains(Part):
     """Requests to answer when a host is drained, by the host."""
     _left: dict[str, str] = field(default_factory=dict, init=False)
     """Islands that drained hosts have left, by the host."""
+    _to_move: set[str] = field(default_factory=set, init=False)
+    """Names of islands whose slices move when their hosts are back."""
     _to_end: set[str] = field(default_factory=set, init=False)
     """Names of hosts that have asked to leave."""
 
@@ -72,8 +81,26 @@ class Drains(Part):
             is_replaced = inventory.spare_for(island) is not None
             self.epochs.end_epoch(island, f"host {node} is drained")
             if not is_replaced:
-                self.slices.move(island)
+                self._to_move.add(island.name)
         self.env.log("info", "host is drained", host=node)
+
+    @handles(_LookWhoIsBack)
+    def _look_who_is_back(self, sender: Address, note: _LookWhoIsBack) -> None:
+        """Move the slices of an island when its hosts are back: what lay on them is copied, not made again."""
+        island = self.inventory.islands[note.island]
+        if island.state != "waiting":
+            self._to_move.discard(island.name)
+            return
+        draining = [node for node, name in self._left.items() if name == island.name]
+        is_back = all(self.inventory.draining.get(node) is not None for node in draining)
+        if is_back and not island.awaited:
+            self._to_move.discard(island.name)
+            self.slices.move(island)
+
+    def _look_soon(self) -> None:
+        """Look at the islands whose slices are to move, when the message that came now was handled."""
+        for name in self._to_move:
+            self.env.send(self.env.address, _LookWhoIsBack(name))
 
     @handles(msg.AskToLeave)
     def _ask_to_leave(self, sender: Address, message: msg.AskToLeave) -> None:
@@ -106,6 +133,7 @@ class Drains(Part):
     def _registered(self, sender: Address, message: msg.RegisterHost) -> None:
         """Another worker with the name of a host that was to end is a new host."""
         node, draining = sender.node, self.inventory.draining
+        self._look_soon()
         if message.is_to_end:
             self._to_end.add(node)
         elif node in self._to_end and node in draining:
@@ -185,6 +213,7 @@ class Drains(Part):
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         """A host that is lost while it is emptied counts as drained."""
+        self._look_soon()
         if self.inventory.draining.get(message.node) is not None:
             self._end(message.node, None)
         elif message.node not in self.inventory.draining:
@@ -202,6 +231,7 @@ class Drains(Part):
     def _end(self, node: str, error: Error | None) -> None:
         del self.inventory.draining[node]
         self._left.pop(node, None)
+        self._look_soon()
         for message in self._asked.pop(node, ()):
             self._answer(message, error)
         self._has_ended(node)
