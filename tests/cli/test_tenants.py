@@ -361,7 +361,7 @@ def test_a_higher_priority_has_the_devices_for_a_while(cluster: Cluster) -> None
     assert _values(low, 1) == expected[:1]
     high = cluster.script("red", TRAIN, 5, 3)
     high.until_says("begins")
-    until(lambda: "has suspended it" in cluster.why(), "why tells of it")
+    until(lambda: "it was suspended by client" in cluster.why(), "why tells of it")
     assert len(_values(high, 1)) == 1
     high.kill()
     assert _values(low, 2) == expected

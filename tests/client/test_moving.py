@@ -165,7 +165,7 @@ def test_a_script_may_suspend_itself(user: Runtime) -> None:
     pw.suspend()
     assert on_devices(user) == 0
     state, loss = step(state)
-    with pytest.raises(TimeoutError, match=r"being resumed: client \d+ .* has suspended it"):
+    with pytest.raises(TimeoutError, match=r"this client is suspended, by client \d+ "):
         pw.get(loss, timeout=0.6)
     pw.resume()
     assert float(loss) == alone[0]
@@ -177,7 +177,7 @@ def test_what_was_suspended_shows(user: Runtime, operator: Runtime) -> None:
     (info,) = [one for one in operator.ask.status().clients if one.number == client]
     assert info.suspended.startswith("suspended, by client")
     assert "suspended, by client" in str(pw.status())
-    assert "has suspended it" in operator.ask.explain().text
+    assert "is suspended, by client" in operator.ask.explain().text
     resume(operator, client)
     until(lambda: not any(one.suspended for one in operator.ask.status().clients), "it is over")
 

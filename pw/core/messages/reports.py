@@ -104,6 +104,10 @@ class ClientReport(msgspec.Struct, frozen=True, array_like=True):
     waits_for: tuple[str, ...]
     silent_s: float = 0.0
     """Seconds for which nothing has come from the client; 0 unless that is long."""
+    suspended: str = ""
+    """Who has suspended the client, and since when, in words; empty if it is not suspended."""
+    lacks_hosts: bool = False
+    """True if the client waits for hosts that were lost, or have not come."""
 
 
 class Stalled(Local, frozen=True, tag=120):

@@ -34,7 +34,7 @@ from pw.core.errors import (
     PythonRefused,
 )
 from pw.core.ids import RESOURCES, Address, client_of, is_repeat
-from pw.core.rights import Resource
+from pw.core.rights import Resource, in_words
 from pw.core.sharding import Binding, DeviceAddress
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
@@ -256,6 +256,15 @@ class SliceRequests(ControlPart):
         ready = (island for island in islands if island.state == "ready")
         here = {host.name for island in ready for host in island.hosts}
         return tuple(host for host in named if host not in here) or tuple(named)
+
+    def wanted_in_words(self, client: Client) -> str:
+        """Return which devices a client waits for that has left its own."""
+        requests = [client.slices.requests[number] for number in sorted(client.slices.unbound)]
+        count = sum(request.devices for request in requests)
+        islands = sorted({request.island for request in requests if request.island})
+        where = f" on island {' and '.join(islands)}" if islands else ""
+        alone = ", which it shares with nobody" if any(one.exclusive for one in requests) else ""
+        return f"{in_words(Resource.DEVICES, count)}{where}{alone}; {client.left_for}"
 
     def unplaced(self, client: Client) -> int:
         """Return how many devices a client has asked for and not got yet."""

@@ -119,11 +119,11 @@ class Suspension:
         return "moved" if self.target else "suspended"
 
     def in_words(self, client: int, now_s: float) -> str:
-        """Return what a client waits for."""
-        ago = f"{self.by} has {self.verb} it {now_s - self.since_s:.0f} s ago"
+        """Return who has suspended a client, and since when."""
+        ago = f"by {self.by}, {now_s - self.since_s:.0f} s ago"
         if self.is_complete:
-            return f"being resumed: {ago} (pw resume {client})"
-        return f"the end of its launched work: {ago}, and it is leaving its devices"
+            return f"suspended, {ago} (pw resume {client})"
+        return f"leaving its devices when its launched work has ended: {self.verb}, {ago}"
 
     @property
     def stops_stream(self) -> bool:

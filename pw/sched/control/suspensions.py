@@ -199,12 +199,11 @@ class Suspensions(ControlPart):
         return {bindings[number].island for number in client.slices.all if number in bindings}
 
     def in_words(self, client: Client) -> str:
-        """Return who has suspended a client, and since when; empty if it is not suspended."""
-        suspension = client.suspension
-        if suspension is None:
-            return ""
-        state = "suspended" if suspension.is_complete else "leaving its devices"
-        return f"{state}, by {suspension.by}, {self._env.now_s() - suspension.since_s:.0f} s ago"
+        """Return who has suspended a client, and since when, or what it waits for since; empty for others."""
+        if client.suspension is not None:
+            return client.suspension.in_words(client.number, self._env.now_s())
+        wants = client.left_for and client.slices.unbound
+        return f"waits for {self.slices.wanted_in_words(client)}" if wants else ""
 
     def suspend(
         self,
@@ -244,7 +243,7 @@ class Suspensions(ControlPart):
         client.suspension = None
         self._env.log("info", "client is resumed", client=client.number)
         if self.leaving.pop(client.number, None) is None:
-            client.left_for = f"{suspension.by} has {suspension.verb} it"
+            client.left_for = f"it was {suspension.verb} by {suspension.by}"
             self.sessions.tell(client, msg.PauseUploads(is_over=True))
             at = suspension.target, suspension.devices
             self.slices.take_up(client, suspension.slices, *at)

@@ -33,6 +33,7 @@ def story(
     hosts_awaited: Sequence[str] = (),
     run: int = 0,
     run_name: Callable[[int], str] = run_name,
+    asker: int = 0,
 ) -> Iterator[str]:
     """Return the lines of the text.
 
@@ -41,15 +42,16 @@ def story(
         hosts_awaited: hosts from which the asker waits for something.
         run: the run that the verdict is about; 0 for the oldest launch.
         run_name: returns what people call a run.
+        asker: number of the client that asks; 0 for none.
     """
-    text = _Story(facts, run_name)
+    text = _Story(facts, run_name, asker)
     yield text.verdict(hosts_awaited, run)
     yield from text.details()
 
 
 class _Story:
-    def __init__(self, facts: msg.Explanation, name: Callable[[int], str]) -> None:
-        self._facts = facts
+    def __init__(self, facts: msg.Explanation, name: Callable[[int], str], asker: int) -> None:
+        self._facts, self._asker = facts, asker
         self._run_name = name
         self._hosts = {report.host: report for report in facts.hosts}
         self._silent = {
@@ -85,8 +87,12 @@ class _Story:
             return f"{silent[0]} {self._silent[silent[0]]}{waits}"
         absent = next((_island(one) for one in self._facts.islands if one.state != "ready"), "")
         for client in self._facts.clients:
+            if client.suspended:
+                is_asker = client.client == self._asker
+                who = "this client" if is_asker else self._client(client.client)
+                return f"{who} is {client.suspended}"
             if client.waits_for:
-                reason = absent or "; ".join(self._left_out())
+                reason = (absent or "; ".join(self._left_out())) if client.lacks_hosts else ""
                 why = f": {reason}" if reason else ""
                 return f"{self._client(client.client)} waits for {client.waits_for[0]}{why}"
         for report in self._facts.work:
@@ -209,7 +215,9 @@ class _Story:
         for client in self._facts.clients:
             if client.silent_s:
                 yield f"{self._client(client.client)} is silent for {client.silent_s:.0f} s"
-            if client.waits_for or client.held:
+            if client.suspended:
+                yield f"{self._client(client.client)} is {client.suspended}"
+            elif client.waits_for or client.held:
                 yield (
                     f"{self._client(client.client)}: {_counted(client.runs_in_flight, 'run')} in "
                     f"flight, {_counted(client.held, 'message')} held; waits for "

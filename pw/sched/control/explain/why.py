@@ -123,12 +123,14 @@ class Explainer(ControlPart):
             tuple(work),
             tuple(hosts[host] for host in sorted(hosts)),
             tuple(msg.HostSilence(host, self._silent_s(host)) for host in silent),
-            tuple(self._about(client) for client in self.sessions.clients),
+            tuple(
+                map(self._about, sorted(self.sessions.clients, key=lambda one: one.number != asker))
+            ),
             tuple(self._left(asker, work)),
         )
         sees = self.sessions.sight(asker) if asker else lambda number: True
         facts = visible(everything, sees)
-        lines = [*story(facts, awaited, run, self._run_name)]
+        lines = [*story(facts, awaited, run, self._run_name, asker)]
         clients = self.sessions.clients
         if hidden := sum(one.usage.runs for one in clients if not sees(one.number)):
             lines.append(f"not shown: {hidden} run{'' if hidden == 1 else 's'} of other tenants")
@@ -155,6 +157,11 @@ class Explainer(ControlPart):
             len(client.stream),
             tuple(self._waits_for(client)),
             self.sessions.silent_s(client),
+            ""
+            if client.suspension is None
+            else client.suspension.in_words(client.number, self._env.now_s()),
+            bool(client.slices.unbound or self.slices.unplaced(client))
+            and not (client.suspension or client.left_for),
         )
 
     def _left(self, asker: int, work: Sequence[msg.IslandReport]) -> Iterator[tuple[str, int]]:
@@ -179,15 +186,15 @@ class Explainer(ControlPart):
 
     def _waits_for(self, client: Client) -> Iterator[str]:
         """Return the reasons for which a client waits at the controller."""
-        if client.suspension is not None:
-            yield client.suspension.in_words(client.number, self._env.now_s())
+        if client.is_suspended:
+            return  # the story says by whom; all else waits for that
         if awaited := self.slices.awaited_hosts(client, self.island_status()):
             yield f"{' and '.join(awaited)}, which its slices name (hosts=), to come back"
         elif client.slices.unbound:
-            count = len(client.slices.unbound)
             if client.left_for:
-                yield f"devices for {count} slice{'' if count == 1 else 's'}: {client.left_for}"
+                yield self.slices.wanted_in_words(client)
                 return
+            count = len(client.slices.unbound)
             yield f"lost hosts of the island of {count} slice{'' if count == 1 else 's'}"
         elif count := self.slices.unplaced(client):
             yield f"{count} device{'' if count == 1 else 's'} that no island has yet"
