@@ -260,7 +260,8 @@ def suspend(
     from pw.cli import requests
 
     at, to_files = address_of(address, credentials, insecure), to is CopyPlace.FILES
-    requests.suspend(at, client, tenant, island, timeout, to_files=to_files)
+    lines = requests.suspend(at, client, tenant, island, timeout, to_files=to_files)
+    typer.echo("\n".join(lines) or "no client had devices to leave")
 
 
 def resume(
@@ -278,7 +279,9 @@ def resume(
     """
     from pw.cli import requests
 
-    requests.resume(address_of(address, credentials, insecure), client, tenant, island, timeout)
+    at = address_of(address, credentials, insecure)
+    lines = requests.resume(at, client, tenant, island, timeout)
+    typer.echo("\n".join(lines) or "no client waits for devices")
 
 
 def migrate(
@@ -299,6 +302,7 @@ def migrate(
     from pw.cli import requests
 
     requests.migrate(address_of(address, credentials, insecure), client, island, timeout)
+    typer.echo(f"client {client} has left its devices, and goes on on island {island} (pw status)")
 
 
 def rebalance(

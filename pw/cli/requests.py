@@ -229,8 +229,8 @@ def suspend(
     timeout_s: float,
     *,
     to_files: bool = False,
-) -> None:
-    """Suspend clients; returns when they have left their devices.
+) -> list[str]:
+    """Suspend clients; returns when they have left their devices, with a line about each.
 
     Raises:
         Error: it is not clear which clients, there are none such, the caller may not suspend them, or it took
@@ -245,10 +245,22 @@ def suspend(
                 f"not all of its work has ended after {timeout_s:g} s; the suspension goes on, see pw status "
                 "and pw why"
             ) from None
+        return _lines(session, client, tenant)
 
 
-def resume(address: str, client: int | None, tenant: str, island: str, timeout_s: float) -> None:
-    """Have suspended clients go on.
+def _lines(session: Runtime, client: int | None, tenant: str) -> list[str]:
+    """Return a line about each client that is suspended, or waits for devices since."""
+    return [
+        f"client {one.number} ({one.name}): {one.suspended}"
+        for one in session.ask.status().clients
+        if one.suspended and client in (None, one.number) and tenant in ("", one.tenant)
+    ]
+
+
+def resume(
+    address: str, client: int | None, tenant: str, island: str, timeout_s: float
+) -> list[str]:
+    """Have suspended clients go on; return a line about each that waits for devices.
 
     Raises:
         Error: it is not clear which clients, there are none such, or the caller may not resume them.
@@ -256,6 +268,7 @@ def resume(address: str, client: int | None, tenant: str, island: str, timeout_s
     meant = _meant(client, tenant, island)
     with connected(address, timeout_s) as session:
         session.ask.resume(*meant).result(timeout_s)
+        return _lines(session, client, tenant)
 
 
 def migrate(address: str, client: int, island: str, timeout_s: float) -> None:

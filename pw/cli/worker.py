@@ -71,6 +71,11 @@ def serve(**values: Any) -> None:
         raise typer.BadParameter(
             "--spill-files is for arrays that leave the host memory of --spill; give that a size, too"
         )
+    size_of(options.spill, "--spill")
+    if options.keep_files and not options.drain:
+        raise typer.BadParameter(
+            "--keep-files is for what a worker leaves when it drains at its end; give --drain, too"
+        )
     if options.keep_files and not (name or options.credentials):
         raise typer.BadParameter(
             "--keep-files is for the next worker with the same name; give a --name, too"

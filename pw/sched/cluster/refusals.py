@@ -152,7 +152,8 @@ def _why_not(island: Island, request: AllocateSlice) -> str:
     well = [position for position in island.positions() if not island.has_failed(position)]
     allowed = [position for position in well if position[0] in ranks]
     if not all(has_memory(island, request, position) for position in allowed):
-        return _memory_left(island, allowed)
+        shared = [position for position in allowed if position not in island.exclusive]
+        return _memory_left(island, shared or allowed)
     in_use = [position for position in allowed if not is_free(island, request, position)]
     if not in_use:
         return ""  # slices that are to be apart are in the way

@@ -156,6 +156,9 @@ class Suspensions(ControlPart):
         elif message.island and message.island not in self._islands.schedulers:
             words = f"there is no island {message.island!r}; see pw status"
             error = ErrorReport.of(ArgumentError(words))
+        elif message.tenant and not clients:
+            words = f"tenant {message.tenant!r} has no other client; see pw status"
+            error = ErrorReport.of(ArgumentError(words))
         foreign = [client for client in clients if not self._may_suspend(asker, client)]
         if foreign and error is None:
             what = f"{verb} client {foreign[0].number}, which is of another tenant"
