@@ -113,6 +113,10 @@ class Hosts(Part):
 
     @handles(msg.PauseUploads)
     def _on_pause(self, sender: Address, message: msg.PauseUploads) -> None:
+        if message.suspended_by and not self.suspended_by:
+            self._env.log("warning", "suspended until it is resumed", by=message.suspended_by)
+        elif self.suspended_by and message.is_over and not message.suspended_by:
+            self._env.log("warning", "resumed, and goes on when there are devices")
         self.are_paused, self.suspended_by = not message.is_over, message.suspended_by
         if self.are_paused:
             self._env.send(CONTROL, msg.UploadsPaused())

@@ -81,6 +81,11 @@ class Residency(Part):
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self.leaving.clear()
+        if message.spill_bytes and message.device_memory_bytes is None:
+            why = "the memory of its devices has no bound (pw-worker --device-memory)"
+            self.env.log(
+                "warning", "arrays never leave the devices", island=message.island, why=why
+            )
 
     @handles(msg.EpochEnded)
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
