@@ -217,6 +217,7 @@ def add_controller(
             account_sink=account_sink,
             preempt_s=preempt_s,
             plan_moves=resources.plan_moves,
+            destinations=resources.destinations,
             lines=lambda: recent.of(node.name),
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),

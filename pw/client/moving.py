@@ -93,8 +93,9 @@ def migrate(
 ) -> None:
     """Have work go on, with all it has, on another island.
 
-    Launched calls end where they are; queued ones run there. Arrays go from host to host. Mesh and devices of
-    scripts stay as they are, only `slice.island` changes. Returns when the old devices are free.
+    First its programs are compiled there and arrays travel, while calls go on. Then launched calls end where
+    they are, and queued ones run there. Mesh and devices of scripts stay as they are, only `slice.island`
+    changes. Returns when the old devices are free.
 
     Args:
         what: a slice; or the number of a client, as in `pw status`, for all its slices; without it those of
@@ -106,7 +107,8 @@ def migrate(
     Raises:
         TimeoutError: it took longer.
         AccessRefused: the client is of another tenant, and this one has no right to `may_suspend`.
-        ArgumentError: there is no such client or island, or the client is suspended.
+        ArgumentError: there is no such client or island, or the client is suspended or about to move.
+        Error: the client was resumed before it moved.
         InsufficientDevices: a slice has more devices than the island.
     """
     number = slice_ = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pw
 from pw.client.connection import current
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import ArgumentError
+from pw.devices.jax import making
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
 from tests.stages.stage import BOUND_S
@@ -351,3 +353,122 @@ def test_slices_move_out_of_the_way_and_then_apart(user: Runtime) -> None:
 def test_what_is_no_slice_is_said(user: Runtime, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         pw.rebalance(**arguments)
+
+
+def counted(calls: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose calls are noted."""
+
+    def call(*of: Any, **by_name: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*of, **by_name)
+
+    return call
+
+
+class Held:
+    """A host's compilations, which wait until they are let go."""
+
+    def __init__(self, cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._thread, backend = cluster.thread, cluster.hosts[1].backend
+        self._calls: list[Callable[[], None]] = []
+        compile = backend.compile
+
+        def hold(*of: Any) -> None:
+            self._calls.append(partial(compile, *of))
+
+        monkeypatch.setattr(backend, "compile", hold)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def let_go(self) -> None:
+        """Compile all that was asked for."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            self._thread.call(call)
+
+
+@pytest.fixture
+def held(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(cluster, monkeypatch)
+
+
+def compiled_ahead(session: Runtime) -> int:
+    return session.stats()["host-1"].get("compiled_ahead", 0)
+
+
+def replica_bytes(session: Runtime) -> list[int]:
+    return [session.stats()[f"host-{at}"]["replica_bytes"] for at in range(2)]
+
+
+def test_a_client_leaves_when_its_programs_are_compiled_at_its_new_place(
+    user: Runtime, operator: Runtime, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for name in ("load", "make"):
+        monkeypatch.setattr(making, name, counted(made, getattr(making, name)))
+    mesh = pw.Mesh(
+        pw.make_virtual_device_set().add_slice(devices=2, island="island-0").devices, ("x",)
+    )
+    split = pw.NamedSharding(mesh, P("x"))
+    double = pw.jit(lambda x: x * 2 + 1, out_shardings=split)
+    program = pw.program(lambda x: double(double(x)) + double(x))
+    value = pw.put(np.arange(8.0), split)
+    alone = pw.get([double(value), program(value)])
+    before, made_before = compiled_ahead(operator), len(made)
+    moved = operator.ask.migrate(number(user), 0, "island-1")
+    until(lambda: len(held) > 0, "the new place is to compile")
+    for _ in range(3):
+        np.testing.assert_array_equal(pw.get(double(value)), alone[0])
+    assert island_of(operator) == ["island-0"]
+    assert not moved.done()
+    held.let_go()
+    moved.result(BOUND_S)
+    assert compiled_ahead(operator) - before == len(made) - made_before > 0
+    made_before = len(made)
+    for value_there, wanted in zip(pw.get([double(value), program(value)]), alone, strict=True):
+        np.testing.assert_array_equal(value_there, wanted)
+    assert island_of(operator) == ["island-1"]
+    assert len(made) == made_before, "programs share what was compiled ahead"
+
+
+def test_what_exists_travels_while_its_client_computes(
+    user: Runtime, operator: Runtime, held: Held
+) -> None:
+    step, split = training(island="island-0")
+    alone = losses(step, split)
+    large = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
+    unread = pw.put(large, split)
+    pw.block_until_ready(unread)
+    moved = operator.ask.migrate(number(user), 0, "island-1")
+    until(
+        lambda: len(held) > 0 and min(replica_bytes(operator)) >= large.nbytes, "it has travelled"
+    )
+    assert losses(step, split) == alone
+    assert island_of(operator) == ["island-0"]
+    assert not moved.done()
+    held.let_go()
+    moved.result(BOUND_S)
+    assert losses(step, split) == alone
+    np.testing.assert_array_equal(pw.get(unread), large)
+    until(lambda: replica_bytes(operator) == [0, 0], "the copies are dropped")
+
+
+def test_a_move_that_is_prepared_can_be_called_off(
+    user: Runtime, operator: Runtime, held: Held
+) -> None:
+    step, split = training(island="island-0")
+    alone = losses(step, split)
+    kept = pw.put(np.arange(64.0), split)
+    pw.block_until_ready(kept)
+    moved = operator.ask.migrate(number(user), 0, "island-1")
+    until(lambda: min(replica_bytes(operator)) >= kept.nbytes, "it has travelled")
+    with pytest.raises(ArgumentError, match="is about to move to island 'island-1' already"):
+        operator.ask.migrate(number(user), 0, "island-1").result(BOUND_S)
+    resume(operator, number(user))
+    with pytest.raises(pw.Error, match="was resumed before it moved"):
+        moved.result(BOUND_S)
+    until(lambda: replica_bytes(operator) == [0, 0], "the copies are dropped")
+    held.let_go()
+    assert losses(step, split) == alone
+    assert island_of(operator) == ["island-0"]

@@ -11,7 +11,7 @@ from pw.client.connection.questions import Questions
 from pw.client.session.thread_messages import AskCompiler
 from pw.core import messages as msg
 from pw.core.errors import ArgumentError, CompileError, ErrorReport
-from pw.core.ids import session_of, store_of
+from pw.core.ids import CONTROL, CONTROLLER, session_of, store_of
 from pw.core.programs.stablehlo import Facts, Stablehlo, encode
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.devices.host import compiling
@@ -181,4 +181,46 @@ def test_what_is_refused(asked: Asked) -> None:
     (stranger,) = asked.told("stranger")
     assert isinstance(stranger.error, ErrorReport)
     assert stranger.error.kind == "Disconnected"
+    asked.check_empty()
+
+
+def ahead(request: int, artifact: bytes = ARTIFACT, client: int = 7) -> msg.CompileAhead:
+    return msg.CompileAhead(client, request, artifact, test_store.HERE, "i", 1)
+
+
+def answered(asked: Asked) -> list[int]:
+    asked.world.settle()
+    return [message.request for message in asked.world.to(CONTROL, msg.CompiledAhead)]
+
+
+def test_what_is_compiled_ahead_stays_until_launched_calls_have_ended(asked: Asked) -> None:
+    asked.say(ahead(1), CONTROLLER)
+    asked.say(ahead(2, BROKEN), CONTROLLER)
+    asked.say(msg.CompileAhead(7, 3, ARTIFACT, test_store.HERE, "i", 2), CONTROLLER)
+    assert sorted(answered(asked)) == [1, 2, 3]
+    assert asked.kept == 1
+    asked.world.wait(compiling.AHEAD_S - 1)
+    assert asked.kept == 1
+    asked.world.wait(2)
+    asked.check_empty()
+
+
+@pytest.mark.parametrize("who", ["the client", "the controller"])
+def test_what_was_compiled_ahead_goes_with(asked: Asked, who: str) -> None:
+    asked.say(ahead(1), CONTROLLER)
+    assert asked.kept == 1
+    asked.say(ahead(2), CONTROLLER)  # and one that has not ended
+    if who == "the client":
+        asked.store.drop_client(7)
+        asked.say(ahead(3), CONTROLLER)
+        assert 3 in answered(asked)
+    else:
+        asked.say(msg.PeerLost(CONTROLLER, "killed"), "h")
+    asked.check_empty()
+    assert not asked.kept
+
+
+def test_only_the_controller_has_something_compiled_ahead(asked: Asked) -> None:
+    asked.say(ahead(1))
+    assert not answered(asked)
     asked.check_empty()

@@ -180,3 +180,27 @@ def test_device_time_counts_before_the_number_of_slices() -> None:
     assert [(move.slice, move.island) for move in plan(bench, None, sizes)] == [(both[0], "b")]
     bench.busy["b"] = {DeviceAddress("b0", 0): 55.0}
     assert [(move.slice, move.island) for move in plan(bench, None, sizes)] == [(both[0], "a")]
+
+
+def test_destinations_are_the_devices_that_slices_get_when_they_move() -> None:
+    bench = Shapes()
+    for name in "ab":
+        bench.island(name, 2, 2)
+    bench.want(1, 1, 2, island="a", exclusive=True)
+    bench.want(2, 1, 1, island="a", exclusive=True)
+    bench.want(3, 1, 1, island="b", exclusive=True)
+    before = occupied(bench)
+    places = bench.manager.destinations((1, 2), "b")
+    assert occupied(bench) == before
+    assert {place.slice for place in places} == {1, 2}
+    devices = [device for place in places for device in place.devices]
+    assert len(set(devices)) == 3
+    (one,) = bench.manager.destinations((2,), "b", places[1].devices)
+    assert one.devices == places[1].devices
+    assert one.epoch == bench.manager.inventory.islands["b"].epoch
+    assert not bench.manager.destinations((1,), "c")
+    assert not bench.manager.destinations((99,), "b")
+    for place, shape in zip(places, ((1, 2), (1, 1)), strict=True):
+        bench.release(place.slice)
+        bound = bench.want(place.slice, *shape, island="b", exclusive=True)
+        assert bound.devices == place.devices

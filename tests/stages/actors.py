@@ -318,6 +318,7 @@ class World:
                     for one in scheduler.spending.take(client)
                 ),
                 account_sink=account_sink,
+                destinations=self.resources.destinations,
             ),
         )
         return self.control

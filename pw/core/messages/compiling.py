@@ -8,10 +8,11 @@ from enum import StrEnum
 import msgspec
 
 from pw.core.landing import Landing
-from pw.core.messages.base import ClientToStore, HostToSession
+from pw.core.messages.base import ClientToStore, ControllerToStore, HostToController, HostToSession
 from pw.core.messages.bounds import Devices
 from pw.core.packing import ArrayType
 from pw.core.programs.stablehlo import Facts
+from pw.core.sharding import DeviceAddress
 
 
 class Detail(StrEnum):
@@ -46,6 +47,28 @@ class Compiled(HostToSession, frozen=True, tag=151):
     facts: Facts | None = None
     text: str = ""
     costs: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class CompileAhead(ControllerToStore, frozen=True, tag=280):
+    """Controller to ObjectStore: compile a StableHLO artifact for a client that is to move to these devices.
+
+    All hosts of the devices get the message. Each answers with `CompiledAhead` and keeps the executable
+    for a while, so that the client's programs share it when they are installed there.
+    """
+
+    client: int
+    request: int
+    artifact: bytes
+    """Encoded `Stablehlo`."""
+    devices: tuple[DeviceAddress, ...]
+    island: str
+    epoch: int
+
+
+class CompiledAhead(HostToController, frozen=True, tag=281):
+    """ObjectStore to Controller: a compilation ahead has ended, with an executable or without one."""
+
+    request: int
 
 
 class CallClient(HostToSession, frozen=True, tag=152):

@@ -1,26 +1,32 @@
-"""Compiles StableHLO artifacts for clients before they register programs with them.
+"""Compiles StableHLO artifacts before programs that need them are installed.
 
-The executable stays for a while, so that a program which is installed soon after shares it. A lost
-client leaves nothing.
+Clients ask before they register a program (`Compile`). The controller asks before a client moves here
+(`CompileAhead`). The executable stays for a while, so that a program which is installed soon after shares
+it. A lost client leaves nothing; a lost controller leaves no compilation ahead.
 
-    asked -compiled-> kept -KEPT_S, or KEPT of the same client are newer-> dropped
+    asked -compiled-> kept -KEPT_S or AHEAD_S, or KEPT of the same client are newer-> dropped
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
-from pw.core.ids import Address, client_id
+from pw.core.ids import CONTROL, CONTROLLER, Address, client_id
 from pw.core.programs.spec_checks import check_devices
 from pw.core.programs.stablehlo import Facts
+from pw.core.sharding import DeviceAddress
 from pw.devices.host.backend import Backend
 from pw.devices.host.clients import Clients
 
 KEPT_S = 60.0
 """Seconds that an executable stays without a program."""
+
+AHEAD_S = 600.0
+"""Seconds that an executable stays for a client that is to move here: its launched calls have to end first."""
 
 KEPT = 256
 """Executables that stay for one client; one more drops the oldest."""
@@ -33,12 +39,24 @@ WAITING = 1024
 class _Expired:
     """Timer: drop an executable that was kept for a program."""
 
-    node: str
+    owner: str
     key: bytes
 
 
+Described = Facts | str | dict[str, float]
+"""Description of an executable, in one of the details of `Compile`."""
+
+
+_AHEAD = f"{CONTROLLER}/"
+
+
+def _ahead_of(client: int) -> str:
+    """Return the owner of what is compiled ahead for a client; no node has such a name."""
+    return f"{_AHEAD}{client}"
+
+
 class Compilations(Part):
-    """Answers `Compile`.
+    """Answers `Compile` and `CompileAhead`.
 
     Args:
         env: the store's.
@@ -61,9 +79,10 @@ class Compilations(Part):
         """Number of devices of the island, and of this host."""
         self._serial = 0
         self._waiting: dict[tuple[str, int], bytes] = {}
-        """The keys of the compilations that clients wait for, by node and request."""
+        """Keys of the compilations that have not ended, by owner and request; an owner is the node of a
+        client, or what `_ahead_of` returns."""
         self._kept: dict[str, dict[bytes, None]] = {}
-        """The keys of the executables that are kept, by the node of their client; the oldest first."""
+        """Keys of the executables that are kept, by owner; the oldest first."""
 
     def __len__(self) -> int:
         return len(self._waiting) + sum(map(len, self._kept.values()))
@@ -74,60 +93,100 @@ class Compilations(Part):
         if client is None:
             self._env.send(sender, msg.RequestFailed(message.request, self._clients.refusal()))
             return
-        refusal: Exception | None = None
-        if (message.island, message.epoch) != self.place:
-            # The client hears of the new binding, and asks its hosts.
-            refusal = HostLost("a function was to be compiled for an island that was formed again")
-        elif sum(node == sender.node for node, _ in self._waiting) >= self.most_waiting:
-            refusal = ProtocolError(
-                f"more than {self.most_waiting} functions are being compiled for one client; wait for some"
-            )
-        else:
-            try:
-                check_devices(message.devices, self._env.address.node, *self.devices)
-            except Error as error:
-                refusal = error
+
+        def answer(result: Described | ErrorReport) -> None:
+            if isinstance(result, ErrorReport):
+                self._env.send(sender, msg.RequestFailed(message.request, result))
+            else:
+                self._env.send(sender, _answer(message.request, result))
+
+        self._begin(sender.node, client, message, message.detail, KEPT_S, answer)
+
+    @handles(msg.CompileAhead)
+    def _compile_ahead(self, sender: Address, message: msg.CompileAhead) -> None:
+        if sender.node != CONTROLLER:
+            self._env.count("messages_refused")
+            return
+
+        def answer(result: Described | ErrorReport) -> None:
+            if isinstance(result, ErrorReport):  # the program's installation will say so
+                self._env.log("info", "not compiled ahead", client=client, why=result.message)
+            else:
+                self._env.count("compiled_ahead")
+            self._env.send(CONTROL, msg.CompiledAhead(message.request))
+
+        client = message.client
+        if client in self._clients.gone_clients:
+            self._env.send(CONTROL, msg.CompiledAhead(message.request))
+            return
+        self._begin(_ahead_of(client), client, message, msg.Detail.FACTS, AHEAD_S, answer)
+
+    def _begin(
+        self,
+        owner: str,
+        client: int,
+        message: msg.Compile | msg.CompileAhead,
+        detail: msg.Detail,
+        kept_s: float,
+        answer: Callable[[Described | ErrorReport], None],
+    ) -> None:
+        """Compile what a message asks for, keep it, and then call `answer`."""
+        refusal = self._objection(owner, message.devices, (message.island, message.epoch))
         if refusal is not None:
-            report = ErrorReport.of(refusal, self._env.address.node)
-            self._env.send(sender, msg.RequestFailed(message.request, report))
+            answer(ErrorReport.of(refusal, self._env.address.node))
             return
         self._serial += 1
         key = f"{client_id(client, 0)}/compile/{self._serial}".encode()
-        request = (sender.node, message.request)
+        request = (owner, message.request)
         self._waiting[request] = key
 
-        def compiled(answer: Facts | str | dict[str, float] | ErrorReport) -> None:
+        def compiled(result: Described | ErrorReport) -> None:
             if (
                 self._waiting.get(request) != key
             ):  # the client is lost, or does not want it any more
                 self._backend.forget(key)  # also if it was made just before it was released
                 return
             del self._waiting[request]
-            if isinstance(answer, ErrorReport):
-                self._env.send(sender, msg.RequestFailed(message.request, answer))
-                return
-            self._keep(sender.node, key)
-            self._env.send(sender, _answer(message.request, answer))
+            if not isinstance(result, ErrorReport):
+                self._keep(owner, key, kept_s)
+            answer(result)
 
-        self._backend.compile(key, message.artifact, message.devices, message.detail, compiled)
+        self._backend.compile(key, message.artifact, message.devices, detail, compiled)
 
-    def _keep(self, node: str, key: bytes) -> None:
-        kept = self._kept.setdefault(node, {})
+    def _objection(
+        self, owner: str, devices: tuple[DeviceAddress, ...], place: tuple[str, int]
+    ) -> Exception | None:
+        """Return why nothing is compiled for these devices."""
+        if place != self.place:
+            # The client hears of the new binding, and asks its hosts.
+            return HostLost("a function was to be compiled for an island that was formed again")
+        if sum(other == owner for other, _ in self._waiting) >= self.most_waiting:
+            return ProtocolError(
+                f"more than {self.most_waiting} functions are being compiled for one client; wait for some"
+            )
+        try:
+            check_devices(devices, self._env.address.node, *self.devices)
+        except Error as error:
+            return error
+        return None
+
+    def _keep(self, owner: str, key: bytes, kept_s: float) -> None:
+        kept = self._kept.setdefault(owner, {})
         kept[key] = None
-        self._env.call_later(KEPT_S, _Expired(node, key))
+        self._env.call_later(kept_s, _Expired(owner, key))
         if len(kept) > self.most_kept:
-            self._drop(node, next(iter(kept)))
+            self._drop(owner, next(iter(kept)))
 
     @handles(_Expired)
     def _expired(self, sender: Address, note: _Expired) -> None:
-        self._drop(note.node, note.key)
+        self._drop(note.owner, note.key)
 
-    def _drop(self, node: str, key: bytes) -> None:
-        kept = self._kept.get(node, {})
+    def _drop(self, owner: str, key: bytes) -> None:
+        kept = self._kept.get(owner, {})
         if key in kept:
             del kept[key]
             if not kept:
-                del self._kept[node]
+                del self._kept[owner]
             self._backend.forget(key)
 
     @handles(msg.CancelRequest)
@@ -142,17 +201,25 @@ class Compilations(Part):
 
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
-        self.forget_node(message.node)
+        self._forget(message.node)
+        if message.node == CONTROLLER:  # another one prepares moves anew
+            owners = (*self._kept, *(owner for owner, _ in self._waiting))
+            for owner in {one for one in owners if one.startswith(_AHEAD)}:
+                self._forget(owner)
 
-    def forget_node(self, node: str) -> None:
-        """Drop all that is kept for a lost client."""
-        for request in [request for request in self._waiting if request[0] == node]:
+    def forget_client(self, client: int, nodes: Iterable[str]) -> None:
+        """Drop all that is kept for a client that has left, and compiled for its `nodes`."""
+        for owner in (_ahead_of(client), *nodes):
+            self._forget(owner)
+
+    def _forget(self, owner: str) -> None:
+        for request in [request for request in self._waiting if request[0] == owner]:
             self._release(request)
-        for key in list(self._kept.get(node, ())):
-            self._drop(node, key)
+        for key in list(self._kept.get(owner, ())):
+            self._drop(owner, key)
 
 
-def _answer(request: int, detail: Facts | str | dict[str, float]) -> msg.Compiled:
+def _answer(request: int, detail: Described) -> msg.Compiled:
     if isinstance(detail, Facts):
         return msg.Compiled(request, facts=detail)
     if isinstance(detail, str):

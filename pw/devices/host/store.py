@@ -162,9 +162,9 @@ class ObjectStore(Actor):
     def drop_client(self, client: int) -> None:
         """Forget all that a client held, and drop what still comes from it."""
         self._gone_clients.add(client)
+        self.compilations.forget_client(client, self.clients.nodes_of(client))
         for node in self.clients.nodes_of(client):
             self.requests.forget_node(node)
-            self.compilations.forget_node(node)
             self.callbacks.forget_node(node)
             self.recordings.forget_node(node)
         for array in dict.fromkeys((*self.arrays, *self.requests.parked())):

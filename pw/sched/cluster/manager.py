@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from pw.core.actors.actor import Actor, Env
 from pw.core.messages import AllocateSlice, HostInfo, IslandInfo, IslandWork, PeerLost, RegisterHost
+from pw.core.sharding import DeviceAddress
 from pw.core.tenants import NO_SECRET, Claims
 from pw.core.waits import MOVE_S
 from pw.sched.cluster.draining import Drains
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory
-from pw.sched.cluster.moves import MovePlanner, PlannedMove
+from pw.sched.cluster.moves import Destination, MovePlanner, PlannedMove
 from pw.sched.cluster.slices import Busy, SliceTable, WaitedEnough
 
 
@@ -60,3 +61,9 @@ class ResourceManager(Actor):
     ) -> tuple[PlannedMove, ...]:
         """Return the slices that should move (see `MovePlanner.plan`). Raises InsufficientDevices."""
         return self.planner.plan(wanted, sizes)
+
+    def destinations(
+        self, slices: Collection[int], island: str, devices: tuple[DeviceAddress, ...] = ()
+    ) -> tuple[Destination, ...]:
+        """Return the devices that slices would have on an island (see `MovePlanner.destinations`)."""
+        return self.planner.destinations(slices, island, devices)

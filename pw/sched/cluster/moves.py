@@ -9,6 +9,8 @@ loaded of its devices is less loaded then: by device time of the last minute in 
 each slice on a device is given the same part, and of equal ones by the number of slices. Slices with few
 bytes are asked for first, and each moves once at most.
 
+Where slices would be on another island, if they moved there now, is asked before they do.
+
 Plans change nothing: slices are taken off their devices and put on others only while a plan is made.
 """
 
@@ -16,10 +18,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from pw.core.errors import InsufficientDevices
 from pw.core.messages import AllocateSlice
@@ -43,6 +47,15 @@ class PlannedMove(NamedTuple):
     """Name of the island to which it moves; it may be the one where it is."""
     devices: tuple[DeviceAddress, ...]
     """The devices that it gets there, in order."""
+
+
+class Destination(NamedTuple):
+    """Devices that a slice would have on another island."""
+
+    slice: int
+    devices: tuple[DeviceAddress, ...]
+    epoch: int
+    """Epoch of the island."""
 
 
 class _Candidate(NamedTuple):
@@ -99,6 +112,46 @@ class MovePlanner:
     def _planned(self, piece: BoundSlice, room: Room) -> PlannedMove:
         located = room.island.located(room.positions)
         return PlannedMove(piece.request.slice, room.island.name, located)
+
+    def destinations(
+        self, slices: Collection[int], name: str, devices: tuple[DeviceAddress, ...] = ()
+    ) -> tuple[Destination, ...]:
+        """Return the devices that bound slices would have on an island if they moved there now, in turn.
+
+        Args:
+            slices: numbers of the slices; one that has no room there is left out.
+            name: name of the island.
+            devices: devices that the only slice is to have there, in order; empty for any.
+        """
+        island = self.inventory.islands.get(name)
+        if island is None or island.state != "ready":
+            return ()
+        bound = [piece for piece in self.slices.bound if piece.request.slice in slices]
+        rooms: dict[int, Room] = {}
+        with ExitStack() as changes:
+            for piece in bound:
+                _leave(changes, piece, self.inventory.islands[piece.island])
+            for piece in sorted(bound, key=lambda one: one.request.slice):
+                request = msgspec.structs.replace(
+                    piece.request,
+                    formerly=name,
+                    former_devices=devices,
+                    island=name if piece.request.island else None,
+                )
+                model = rooms.get(request.like)
+                if model is not None:
+                    room: Room | None = Room(island, model.positions[: request.devices])
+                else:
+                    room = self.slices.room_on(island, BoundSlice(request))
+                if room is not None:
+                    _take(changes, request, room)
+                    rooms[request.slice] = room
+            return tuple(
+                [
+                    Destination(number, island.located(room.positions), island.epoch)
+                    for number, room in rooms.items()
+                ]
+            )
 
     # --- room for a request -----------------------------------------------------------------------
 

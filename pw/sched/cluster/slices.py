@@ -183,7 +183,7 @@ class SliceTable(Part):
     def _place_again(self, piece: BoundSlice, island: Island) -> None:
         """Bind a slice whose positions do not suit it any more."""
         piece.positions = ()
-        room = self._room_on(island, piece)
+        room = self.room_on(island, piece)
         if room is not None:
             self._bind(piece, SliceEvent.REBIND, room)
         elif set(piece.request.hosts) - set(island.ranks):
@@ -265,13 +265,14 @@ class SliceTable(Part):
         """Return how many slices name a host."""
         return sum(node in one.request.hosts for one in self._slices.values())
 
+    @property
+    def bound(self) -> list[BoundSlice]:
+        """The slices that are bound, in the order of binding."""
+        return [one for one in self._slices.values() if one.state is SliceState.BOUND]
+
     def on(self, island: Island) -> list[BoundSlice]:
         """Return the slices that are bound to an island."""
-        return [
-            one
-            for one in self._slices.values()
-            if one.state is SliceState.BOUND and one.island == island.name
-        ]
+        return [one for one in self.bound if one.island == island.name]
 
     # --- placing ----------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class SliceTable(Part):
             return self.room(request)
         home = self.inventory.islands.get(request.formerly)
         is_back = home is not None and home.state == "ready" and fits(home, request)
-        return self._room_on(home, piece) if home is not None and is_back else None
+        return self.room_on(home, piece) if home is not None and is_back else None
 
     def _place_alone(self, piece: BoundSlice) -> None:
         """Bind, park or refuse a slice."""
@@ -410,7 +411,7 @@ class SliceTable(Part):
                     best, chosen = (steps, shared, island.name), Room(island, positions)
         return chosen
 
-    def _room_on(self, island: Island, piece: BoundSlice) -> Room | None:
+    def room_on(self, island: Island, piece: BoundSlice) -> Room | None:
         """Return the devices of an island for a slice: those that it had there, if they are free."""
         request = piece.request
         if request.like:

@@ -44,6 +44,7 @@ from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
 from pw.sched.control.leaving_hosts import LeavingHosts
 from pw.sched.control.lookups import Lookups
+from pw.sched.control.migrations import Destinations, Migrations
 from pw.sched.control.names import NameTable
 from pw.sched.control.preemption import Preemption
 from pw.sched.control.publishing import Publishing
@@ -93,6 +94,7 @@ class Controller(Actor):
         account_sink: AccountSink | None = None,
         preempt_s: float = math.inf,
         plan_moves: Planner = lambda wanted, sizes: (),
+        destinations: Destinations = lambda slices, island, devices: (),
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -165,7 +167,10 @@ class Controller(Actor):
         }
         stream.set_handlers(in_order, resuming)
         suspensions = self.suspensions = Suspensions(
-            sessions, stream, slices, runs, replicas, losses, rebuilder, island_status
+            sessions, stream, slices, runs, replicas, losses, rebuilder
+        )
+        migrations = self.migrations = Migrations(
+            sessions, suspensions, replicas, checkpoints, island_status, destinations
         )
         leaving = self._leaving_hosts = LeavingHosts(sessions, suspensions)
         preemption = Preemption(sessions, slices, suspensions, island_status, preempt_s)
@@ -177,7 +182,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
-            *(preemption, leaving, rebalancing, sick),
+            *(migrations, preemption, leaving, rebalancing, sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -251,6 +256,7 @@ class Controller(Actor):
     def _release(self, client: Client, reason: str) -> None:
         """Release what a client, or the holder of a name, owned."""
         self.accounts.client_left(client)
+        self.migrations.client_left(client)
         self.suspensions.client_left(client)
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
@@ -281,6 +287,8 @@ class Controller(Actor):
                 self._rebuilder.proceed(client)
             self._uploads.settle_taken()
             self._go_on()
+        if self.migrations.under_way:
+            self.migrations.go_on()
         if self.suspensions.leaving:
             self.suspensions.go_on()
         self._leaving_hosts.go_on()

@@ -16,7 +16,7 @@ Borrowed slices do not count: recovery must not wait for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -338,12 +338,13 @@ class SliceRequests(ControlPart):
         client: Client,
         slices: Collection[int],
         island: str,
-        devices: tuple[DeviceAddress, ...] = (),
+        devices: Mapping[int, tuple[DeviceAddress, ...]],
     ) -> None:
         """Ask for slices of a client that was suspended, and for those that it has asked for since.
 
         Those that it had wait for devices however long, until there is room for all, if possible their former
-        ones; for those of an `island` a while, if one is named, and there for its `devices`, if these are free.
+        ones; for those of an `island` a while, if one is named, and there for their `devices`, if those are
+        free.
         """
         down, client.slices.down = client.slices.down, {}
         for number in sorted(number for number in down if number in client.slices):
@@ -357,7 +358,7 @@ class SliceRequests(ControlPart):
             if island and number in slices:
                 at = island if request.island else None
                 request = msgspec.structs.replace(
-                    request, formerly=island, former_devices=devices, island=at
+                    request, formerly=island, former_devices=devices.get(number, ()), island=at
                 )
                 client.slices.requests[number] = msgspec.structs.replace(
                     client.slices.requests[number], island=at

@@ -13,7 +13,7 @@ runs are run for the first time. A suspension can end before it is complete; the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -83,8 +83,8 @@ class Suspension:
     """True to resume the client as soon as it has left its devices."""
     target: str = ""
     """Name of the island where these slices are to be bound then; empty for any."""
-    devices: tuple[DeviceAddress, ...] = ()
-    """The devices there that the only slice is to have, in order; empty for any."""
+    devices: Mapping[int, tuple[DeviceAddress, ...]] = field(default_factory=dict)
+    """The devices there that slices are to have, in order, by slice; any for the others."""
     is_heard: bool = False
     """True if the client sends no new values to hosts any more, or is silent."""
     queued: dict[str, frozenset[int]] = field(default_factory=dict)

@@ -22,7 +22,6 @@ from pw.core.errors import (
     Error,
     ErrorReport,
     HostLost,
-    InsufficientDevices,
 )
 from pw.core.ids import NAME_CHARACTERS, Address, is_repeat, scheduler_of, store_of
 from pw.core.rights import Resource
@@ -62,7 +61,8 @@ class Suspensions(ControlPart):
     replicas: ReplicaTable
     losses: Losses
     rebuilder: Rebuilder
-    island_status: Callable[[], tuple[msg.IslandInfo, ...]]
+    stays: Callable[[Client], None] = lambda client: None
+    """Function that is called when a client is to go on that has not been suspended."""
     bytes_per_s: float = BYTES_PER_S
     """Speed at which the arrays of a client left its devices last, in bytes per second."""
     leaving: dict[int, Client] = field(default_factory=dict, init=False)
@@ -72,11 +72,11 @@ class Suspensions(ControlPart):
 
     @handles_client(msg.SuspendClients)
     def _suspend_asked(self, asker: Client, message: msg.SuspendClients) -> None:
-        clients = self._meant(asker, message, "suspend")
+        clients = self.meant(asker, message, "suspend")
         if clients is None:
             return
         request = (asker.address, message.request)
-        by, to_files = self._who(asker), message.to_files
+        by, to_files = self.who(asker), message.to_files
         waiting = [
             client for client in clients if not self.suspend(client, by, request, to_files=to_files)
         ]
@@ -85,64 +85,18 @@ class Suspensions(ControlPart):
 
     @handles_client(msg.ResumeClients)
     def _resume_asked(self, asker: Client, message: msg.ResumeClients) -> None:
-        clients = self._meant(asker, message, "resume")
+        clients = self.meant(asker, message, "resume")
         if clients is None:
             return
         for client in clients:
             self.resume(client)
         self._env.send(asker.address, msg.Answered(message.request, None))
 
-    @handles_client(msg.MigrateClient)
-    def _migrate_asked(self, asker: Client, message: msg.MigrateClient) -> None:
-        meant = msg.SuspendClients(message.request, message.client)
-        clients = self._meant(asker, meant, "migrate")
-        if clients is None:
-            return
-        (client,) = clients
-        bindings, target = self._islands.bindings, message.island
-        own = client.slices.all
-        chosen = {message.slice} & own if message.slice else own
-        slices = frozenset(
-            number
-            for number in chosen
-            if number in bindings
-            and (bindings[number].island != target or bool(message.slice and message.devices))
-        )
-        error = self._why_not(client, slices, target)
-        if error is None and client.suspension is not None:
-            words = (
-                f"client {client.number} is suspended; resume it first (pw resume {client.number})"
-            )
-            error = ArgumentError(words)
-        if error is not None or not slices:
-            report = None if error is None else ErrorReport.of(error)
-            self._env.send(asker.address, msg.Answered(message.request, report))
-            return
-        self.suspend(client, self._who(asker), (asker.address, message.request))
-        assert client.suspension is not None, "it was not suspended before"
-        client.suspension.slices, client.suspension.target = slices, target
-        client.suspension.devices = message.devices if message.slice else ()
-        client.suspension.goes_on = True
-
-    def _why_not(self, client: Client, slices: frozenset[int], target: str) -> Error | None:
-        """Return why slices cannot move to an island."""
-        islands = {island.name: island for island in self.island_status()}
-        if target not in islands:
-            return ArgumentError(f"there is no island {target!r}; see pw status")
-        island = islands[target]
-        for number in slices:
-            devices = client.slices.requests[number].devices
-            if devices > island.devices:
-                return InsufficientDevices(
-                    f"a slice of client {client.number} has {devices} devices, and island {target!r} has "
-                    f"{island.devices}"
-                )
-        return None
-
-    def _who(self, asker: Client) -> str:
+    def who(self, asker: Client) -> str:
+        """Return words for a client that asks."""
         return f"client {asker.number} ({asker.name}) of tenant {asker.tenant!r}"
 
-    def _meant(
+    def meant(
         self, asker: Client, message: msg.SuspendClients | msg.ResumeClients, verb: str
     ) -> list[Client] | None:
         """Return the clients that a request means; None if it is refused, which the asker is told."""
@@ -241,6 +195,7 @@ class Suspensions(ControlPart):
         """Have a client go on, as soon as there are devices for it."""
         suspension = client.suspension
         if suspension is None:
+            self.stays(client)
             return
         suspension.after(SuspensionEvent.RESUME)
         client.suspension = None

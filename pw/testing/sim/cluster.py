@@ -211,6 +211,7 @@ class SimCluster(Site):
                 ),
                 account_sink=self.accounts,
                 plan_moves=resources.plan_moves,
+                destinations=resources.destinations,
             ),
         )
         for act in self.on_start["controller"]:

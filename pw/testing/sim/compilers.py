@@ -56,11 +56,17 @@ class Compilers:
         artifact: bytes,
         make: Callable[[], T],
         done: Callable[[T | ErrorReport], None],
+        *,
+        is_there: bool = False,
     ) -> None:
-        """Call `done` with what `make` returns or raises, when the client's earlier tasks have ended."""
+        """Call `done` with what `make` returns or raises, when the client's earlier tasks have ended.
+
+        What `is_there` already takes no time.
+        """
         client, world = owner_of(key), self._node.world
         start_s = max(world.now_s, self._busy_until_s.get(client, 0.0))
         delay_s = COMPILE_S * self._node.slowness * self._random.uniform(0.5, 2.0)
+        delay_s = 0.0 if is_there else delay_s
         ends_s = start_s + delay_s
         crashes = crashes_compiler(artifact)
         self._busy_until_s[client] = ends_s + (RESTART_S if crashes else 0.0)

@@ -20,12 +20,11 @@ import numpy as np
 from pw.core.errors import ArrayDeleted, CompileError, ComputationFailed, ErrorReport, InternalError
 from pw.core.messages import Detail, DeviceOutcome, DeviceTest, ThreadReport
 from pw.core.programs.program import Computation
-from pw.core.programs.stablehlo import decode
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
 from pw.devices.host.value import Value
 from pw.testing.sim.compilers import Compilers
-from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
+from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s, module_of
 from pw.testing.sim.ledger import A_READ
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.shards import Buffers, Shards, SimInstalled, SimLayout, empty, write_parts
@@ -93,8 +92,8 @@ class SimBackend:
         self._random = node.world.streams(f"devices/{node.name}")
         self._queue: deque[ops.Op] = deque()
         self.programs: dict[bytes, SimInstalled] = {}
-        self._kept: set[bytes] = set()
-        """Artifacts that were compiled for programs which may come."""
+        self.artifacts: dict[bytes, tuple[bytes, tuple[DeviceAddress, ...]]] = {}
+        """Artifacts that were compiled for programs which may come, with their devices, by key."""
         self.broken: ErrorReport | None = None
         """Error of a failed computation of several hosts: this host joins no further ones."""
         self._running = False
@@ -134,7 +133,8 @@ class SimBackend:
             self.submit([ops.RunFunction(lambda: self.programs.update({key: result}))])
             done(None)
 
-        self.compilers.put(key, artifact, make, compiled)
+        is_there = self.has_kept(artifact, devices)
+        self.compilers.put(key, artifact, make, compiled, is_there=is_there)
 
     def compile(
         self,
@@ -148,10 +148,10 @@ class SimBackend:
 
         def compiled(answer: Any) -> None:
             if not isinstance(answer, ErrorReport):
-                self._kept.add(key)
+                self.artifacts[key] = artifact, devices
             done(answer)
 
-        module = decode(artifact).module
+        module = module_of(artifact)
         self.compilers.put(key, module, lambda: examined(artifact, detail), compiled)
 
     def forget(self, key: bytes) -> None:
@@ -161,7 +161,11 @@ class SimBackend:
 
     def _forget(self, key: bytes) -> None:
         self.programs.pop(key, None)
-        self._kept.discard(key)
+        self.artifacts.pop(key, None)
+
+    def has_kept(self, artifact: bytes, devices: tuple[DeviceAddress, ...]) -> bool:
+        """Return whether an artifact was compiled for these devices before its program came."""
+        return (artifact, devices) in self.artifacts.values()
 
     def take_calls(self, handler: Callable[[ops.ClientCall], None]) -> None:
         """Take nothing: no computation calls its client."""
@@ -274,7 +278,7 @@ class SimBackend:
     @property
     def installed(self) -> int:
         """Computations that can be run."""
-        return len(self.programs) + len(self._kept)
+        return len(self.programs) + len(self.artifacts)
 
     @property
     def buffers(self) -> int:

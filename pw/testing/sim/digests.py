@@ -135,11 +135,19 @@ def crashes_compiler(artifact: bytes) -> bool:
     return artifact.startswith(DOES_NOT_COMPILE) and hashlib.sha256(artifact).digest()[0] < 128
 
 
+def module_of(artifact: bytes) -> bytes:
+    """Return the module of an artifact; the artifact itself if it is that of a simulated program."""
+    try:
+        return decode(artifact).module
+    except CompileError:
+        return artifact
+
+
 def examined(artifact: bytes, detail: Detail) -> Facts | str | dict[str, float]:
     """Return the facts of the compiler about a StableHLO artifact. Raises CompileError if it does not
     compile.
     """
-    module = decode(artifact).module
+    module = module_of(artifact)
     if module.startswith(DOES_NOT_COMPILE):
         raise CompileError(f"the module {module!r} does not compile")
     if detail is Detail.TEXT:

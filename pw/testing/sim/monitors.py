@@ -36,6 +36,8 @@
 | starvation | a client that has work makes progress (in `many`) |
 | stragglers | the slow host is named, soon and with its cause, and no other one (in `stragglers`) |
 | suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
+| compiled ahead | a client moves when its programs are compiled at its new place (in `migrating`) |
+| copies ahead | nothing that was copied for a move is left after it (in `migrating`) |
 | moves | moves that are planned make room, with the fewest bytes (in `rebalancing`) |
 | run once | a suspension has nothing run again (in `suspending`) |
 | sick | what is said to have failed is sick, what passes is well (in `sick`) |
@@ -75,6 +77,7 @@ from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_bounds import MemoryBoundsMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
+from pw.testing.sim.migrating import MigrationMonitor
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.rebalancing import RebalancingMonitor
 from pw.testing.sim.shapes import ShapeMonitor
@@ -110,6 +113,7 @@ class Monitors:
         self._bounds = MemoryBoundsMonitor(cluster)
         ShapeMonitor(cluster)
         SuspensionMonitor(cluster)
+        MigrationMonitor(cluster)
         RebalancingMonitor(cluster)
         self._sick = SickMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)

@@ -28,6 +28,9 @@ LATE_S = 10.0
 SETTLED_S = 4.0
 """Seconds after which hosts have dropped what a suspended client had on devices."""
 
+CALLED_OFF = 0.3
+"""Share of the moves whose user asks to go on at once."""
+
 TO_FILES = 0.6
 """Share of the suspensions whose copies are to lie in files, in profiles with files."""
 
@@ -66,6 +69,9 @@ def _migrate(user: Any, target: Any) -> None:
     user._post(Ask(lambda request: msg.MigrateClient(request, island, number, chosen), promise, ()))
     user.world.checked["migrations"] += 1
     user.world.ledger.injected[SUSPENDED] += 1
+    if random.random() < CALLED_OFF:
+        pause_s = random.choice((0.0, 1e-3, 3e-3))
+        user.world.after(pause_s, resume, target, target.lives)
 
 
 def resume(user: Any, life: int) -> None:

@@ -329,11 +329,16 @@ class _OldSlices(Suspension):
         pass
 
 
-def keep_new_slices(suspend: Callable[..., bool], client: Any, *of: Any) -> bool:
+def keep_new_slices(suspend: Callable[..., bool], client: Any, *of: Any, **how: Any) -> bool:
     """Leave only the slices that a client had when its suspension was asked for."""
-    is_complete = suspend(client, *of)
+    is_complete = suspend(client, *of, **how)
     client.suspension.__class__ = _OldSlices
     return is_complete
+
+
+def forget_copies(clear: Any, number: int) -> None:
+    """Forget what was copied for a move."""
+    clear.__self__.copies.pop(number, None)
 
 
 def bind_anywhere(bind_again: Any, island: Any) -> None:

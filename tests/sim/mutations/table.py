@@ -1336,7 +1336,7 @@ row(
 row(
     "copy-only-what-is-held",
     wrap("controller.suspensions.present", breakages.held_alone),
-    seen("suspended", 3, *ASUNDER),
+    seen("suspended", 69, *ASUNDER),
 )
 # A client leaves its devices before its arrays are copied.
 row(
@@ -1391,6 +1391,20 @@ row(
     "copies-of-zeros",
     wrap("host.files.write", breakages.write_nothing),
     seen("suspended-tiers", 10, "oracle"),
+)
+# --- moves that are prepared ---------------------------------------------------------------------
+
+# A client leaves its devices before its programs are compiled at its new place.
+row(
+    "move-before-compilations",
+    forget("controller.migrations.is_prepared", answer=True),
+    seen("suspended", 11, "compiled ahead"),
+)
+# What was copied for a move stays in host memory.
+row(
+    "keep-copies-of-moves",
+    wrap("controller.migrations.clear", breakages.forget_copies),
+    seen("suspended", 6, "copies ahead"),
 )
 # --- moves that make room ------------------------------------------------------------------------
 

@@ -93,6 +93,11 @@ class ReplicaTable(ControlPart):
         """Return whether each box of an array is in host memory."""
         return sources_of(spec, self._replicas.get(array, {})) is not None
 
+    def holders(self, array: int, box: Box) -> list[str]:
+        """Return the hosts that have a box in their memory and can be asked for it."""
+        replicas = self._replicas.get(array, {})
+        return [host for host in self._hosts if box in replicas.get(host, ())]
+
     def has(self, host: str, array: int, box: Box) -> bool:
         """Return whether a host has a box in its memory."""
         return box in self._replicas.get(array, {}).get(host, ())
