@@ -100,8 +100,7 @@ def migrate(
     Args:
         what: a slice; or the number of a client, as in `pw status`, for all its slices; without it those of
             this script.
-        island: name of the island, as in `pw status`. If it has no room within a while, any other may have the
-            work.
+        island: name of the island, as in `pw status`.
         timeout_s: how long to wait, in seconds; the work moves nevertheless.
 
     Raises:
@@ -109,7 +108,7 @@ def migrate(
         AccessRefused: the client is of another tenant, and this one has no right to `may_suspend`.
         ArgumentError: there is no such client or island, or the client is suspended or about to move.
         Error: the client was resumed before it moved.
-        InsufficientDevices: a slice has more devices than the island.
+        InsufficientDevices: the island has no room for a slice, which stays where it is.
     """
     number = slice_ = 0
     if isinstance(what, Slice):

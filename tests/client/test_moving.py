@@ -104,6 +104,33 @@ def test_values_are_those_of_a_training_that_was_left_alone(
     assert losses(step, split, {before: leave}) == alone
 
 
+def test_a_client_stays_if_an_island_has_no_room_and_may_be_sent_elsewhere(
+    user: Runtime, operator: Runtime
+) -> None:
+    step, split = training(exclusive=True, island="island-0")
+    alone = losses(step, split)
+    client = number(user)
+    current.use(operator)
+    here, there = pw.make_virtual_device_set(), pw.make_virtual_device_set()
+    there.add_slice(devices=2, exclusive=True, island="island-1")
+    with pytest.raises(pw.InsufficientDevices, match=r"'island-1' has no room now for 2 devices"):
+        operator.ask.migrate(client, 0, "island-1").result(BOUND_S)
+    current.use(user)
+    assert losses(step, split) == alone
+    suspend(operator, client)
+    current.use(operator)
+    here.add_slice(devices=2, exclusive=True, island="island-0")
+    resume(operator, client)
+    words = "waits for 2 devices on island island-0, which it shares with nobody"
+    until(lambda: any(words in one.suspended for one in operator.ask.status().clients), "it waits")
+    del there
+    gc.collect()
+    operator.ask.migrate(client, 0, "island-1").result(BOUND_S)
+    current.use(user)
+    assert losses(step, split) == alone
+    assert split.mesh.devices.flat[0].island == "island-1"
+
+
 def test_what_is_ready_is_read_while_its_client_is_suspended(
     user: Runtime, operator: Runtime
 ) -> None:

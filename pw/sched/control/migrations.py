@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
-from pw.core.errors import ArgumentError, Error, ErrorReport, InsufficientDevices
+from pw.core.errors import ArgumentError, Error, ErrorReport, HostLost, InsufficientDevices
 from pw.core.ids import Address, arrays_in, client_of, scheduler_of, store_of
-from pw.core.rights import Resource
+from pw.core.rights import Resource, in_words
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
 from pw.sched.cluster.moves import Destination
 from pw.sched.control.array_states import ArrayState
@@ -120,14 +120,20 @@ class Migrations(ControlPart):
             if number in bindings
             and (bindings[number].island != target or bool(message.slice and message.devices))
         )
+        unbound = client.slices.unbound.keys() if client.left_for else ()
+        waiting = frozenset(chosen.intersection(unbound))
         asked = (asker.address, message.request)
-        error = self._why_not(client, slices, target) or self._why_not_now(client)
+        error = self._why_not(client, slices | waiting, target) or self._why_not_now(client)
+        now_s, named = self._env.now_s(), message.devices if message.slice else ()
+        places = () if error else self.destinations(slices, target, named)
+        devices = {place.slice: place.devices for place in places}
+        if error is None and (full := slices - devices.keys()):
+            error = self._no_room(client, full, target)
+        if error is None and waiting:
+            self._redirect(client, waiting, target)
         if error is not None or not slices:
             self._answer(asked, error)
             return
-        now_s, named = self._env.now_s(), message.devices if message.slice else ()
-        places = self.destinations(slices, target, named)
-        devices = {place.slice: place.devices for place in places}
         migration = Migration(
             *(client, asked, self.suspensions.who(asker), slices, target, named, devices),
             *(now_s, now_s),
@@ -165,6 +171,24 @@ class Migrations(ControlPart):
                     f"{island.devices}"
                 )
         return None
+
+    def _no_room(self, client: Client, slices: Collection[int], target: str) -> Error | None:
+        """Return why slices would wait on an island; None if it has not all its hosts yet."""
+        islands = {island.name: island for island in self.island_status()}
+        if islands[target].state != "ready":
+            return None
+        count = sum(client.slices.requests[number].devices for number in slices)
+        return InsufficientDevices(
+            f"client {client.number} stays where it is: island {target!r} has no room now for "
+            f"{in_words(Resource.DEVICES, count)} of it, because other slices have devices or memory there; "
+            "pw rebalance --island makes room, and pw status shows who is there"
+        )
+
+    def _redirect(self, client: Client, slices: Collection[int], target: str) -> None:
+        """Have slices that wait for devices since their client has left others wait on an island."""
+        error = ErrorReport.of(HostLost(f"{client.left_for}, and is to go on on island {target!r}"))
+        self.suspensions.slices.set_down(client, slices, error)
+        self.suspensions.slices.take_up(client, slices, target, {})
 
     def _why_not_now(self, client: Client) -> Error | None:
         """Return why a client cannot move now."""
