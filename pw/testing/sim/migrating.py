@@ -38,8 +38,8 @@ class MigrationMonitor:
         """Identities of suspensions that have begun."""
         world.watch_sent(msg.CompileAhead, self._asking)
         world.watch_handled(msg.CompiledAhead, self._compiled)
-        world.watch_handled(msg.EpochEnded, self._forgetting)
-        world.watch_handled(msg.Attach, self._forgetting)
+        world.watch_handled(msg.EpochEnded, self._ended)
+        world.watch_handled(msg.Attach, self._attaching)
         world.watch_handled(msg.HoldLaunches, self._leaving)
         world.watch_handled(msg.CopyArrays, self._copying)
         world.watch_handled(msg.Install, self._installing)
@@ -52,9 +52,16 @@ class MigrationMonitor:
         if self._compiling.pop(message.request, None) is not None:
             self._world.checked["compilations ahead"] += 1
 
-    def _forgetting(self, sender: Address, to: Address, message: object) -> None:
-        """Hosts may not answer any more; another controller counts anew."""
+    def _ended(self, sender: Address, to: Address, message: msg.EpochEnded) -> None:
+        """Hosts may not answer any more; what their next incarnations have is for recovery."""
         self._compiling.clear()
+        self._copied.clear()
+
+    def _attaching(self, sender: Address, to: Address, message: msg.Attach) -> None:
+        """Another controller counts anew."""
+        if message.resume:
+            self._compiling.clear()
+            self._copied.clear()
 
     def _leaving(self, sender: Address, to: Address, message: msg.HoldLaunches) -> None:
         client = self._client(message.client)
