@@ -445,7 +445,7 @@ row(
 row(
     "count-results-for-no-slice",
     mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_results),
-    seen("bounds", 6, "bounds"),
+    seen("bounds", 284, "bounds", "memory"),
 )
 # Runs do not count for their slices while they are in flight.
 row(
@@ -1324,7 +1324,7 @@ ASUNDER = ("run once", "suspended", "oracle", "liveness", "repeats", MADE)
 row(
     "launch-of-the-suspended",
     after("scheduler", m.HoldLaunches, breakages.hold_nothing),
-    seen("suspended", 27, *ASUNDER),
+    seen("suspended", 46, *ASUNDER),
 )
 # The boundary of a suspension is before what was launched.
 row(
@@ -1348,13 +1348,13 @@ row(
 row(
     "keep-arrays-of-the-suspended",
     forget("controller.suspensions.release"),
-    seen("suspended", 3, *ASUNDER),
+    seen("suspended", 33, *ASUNDER),
 )
 # A client uploads on while it is suspended.
 row(
     "upload-while-suspended",
     mishear("client.session", m.PauseUploads, lambda it: replace(it, is_over=True)),
-    seen("suspended", 3, *ASUNDER),
+    seen("suspended", 13, *ASUNDER),
 )
 # A client does not say to another controller that it was suspended.
 row(
