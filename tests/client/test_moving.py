@@ -121,7 +121,7 @@ def test_a_client_stays_if_an_island_has_no_room_and_may_be_sent_elsewhere(
     current.use(operator)
     here.add_slice(devices=2, exclusive=True, island="island-0")
     resume(operator, client)
-    words = "waits for 2 devices on island island-0, which it shares with nobody"
+    words = "waits for 2 devices on island island-0 (exclusive)"
     until(lambda: any(words in one.suspended for one in operator.ask.status().clients), "it waits")
     del there
     gc.collect()

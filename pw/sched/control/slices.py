@@ -263,7 +263,7 @@ class SliceRequests(ControlPart):
         count = sum(request.devices for request in requests)
         islands = sorted({request.island for request in requests if request.island})
         where = f" on island {' and '.join(islands)}" if islands else ""
-        alone = ", which it shares with nobody" if any(one.exclusive for one in requests) else ""
+        alone = " (exclusive)" if any(one.exclusive for one in requests) else ""
         return f"{in_words(Resource.DEVICES, count)}{where}{alone}; {client.left_for}"
 
     def unplaced(self, client: Client) -> int:

@@ -1366,7 +1366,7 @@ row(
 row(
     "forget-errors-of-values",
     mishear("host.store", m.Restore, lambda it: replace(it, error=None)),
-    seen("suspended", 3, *ASUNDER),
+    seen("suspended", 108, *ASUNDER),
 )
 # A host answers with the bytes of another array while a client is suspended.
 row(
