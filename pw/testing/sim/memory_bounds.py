@@ -82,12 +82,12 @@ class MemoryBoundsMonitor:
             return claim
 
         def ended(claim: Any) -> None:
-            end(claim)
+            # A donated array counts beside the result that has its bytes until earlier readers, or its maker,
+            # have ended.
             for _, buffer in claim.donated:
-                if (
-                    buffer.readers
-                ):  # it counts beside the result that has its bytes until they have ended
+                if buffer.readers > 1 or not buffer.is_counted:
                     self._over.update(total.slice for total in buffer.on.totals)
+            end(claim)
             self._check_slices(island, memory, pending, "results of a run")
 
         def placed(
