@@ -775,15 +775,6 @@ def count_for_no_slice(room: Callable[..., Any], client: int, needs: Any) -> Any
     return claim
 
 
-def forget_deleted_uploads(try_again: Callable[..., bool], memory: Any) -> bool:
-    """Have uploads that were deleted wait no more, and leave what has their bytes uncounted."""
-    pending: Any = try_again.__self__  # type: ignore[attr-defined]
-    for upload in list(pending):
-        if memory.buffers.get(upload.array) is not upload.buffer:
-            pending.drop(upload.array)
-    return try_again(memory)
-
-
 def end_for_no_tenant(end: Callable[..., None], claim: Any) -> None:
     """End a run, and count its results for the island only."""
     memory: Any = end.__self__  # type: ignore[attr-defined]

@@ -1207,12 +1207,6 @@ row(
     forget("scheduler.admission.pending.fits", True),
     seen("quotas", 22, "quotas"),
 )
-# The result of a leased launch counts for no tenant if it is the bytes of an upload that had no room.
-row(
-    "forget-deleted-uploads",
-    wrap("scheduler.admission.pending.try_again", breakages.forget_deleted_uploads),
-    seen("quotas-leases", 127, "quotas"),
-)
 # What is set aside for a lease counts for no tenant.
 row(
     "lend-beside-the-bound",
