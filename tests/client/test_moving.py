@@ -448,6 +448,7 @@ def test_a_client_leaves_when_its_programs_are_compiled_at_its_new_place(
     for _ in range(3):
         np.testing.assert_array_equal(pw.get(double(value)), alone[0])
     assert island_of(operator) == ["island-0"]
+    assert "about to move to island island-1, by client" in str(operator.ask.status().clients)
     assert not moved.done()
     held.let_go()
     moved.result(BOUND_S)

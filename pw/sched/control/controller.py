@@ -394,7 +394,7 @@ class Controller(Actor):
                         self.usage.rights.of(client.tenant).share,
                         uses.get(client.number, nothing),
                         self.sessions.silent_s(client),
-                        self.suspensions.in_words(client),
+                        self.migrations.in_words(client),
                     )
                     for client in seen
                 ),

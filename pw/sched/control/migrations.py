@@ -209,6 +209,13 @@ class Migrations(ControlPart):
             error = Error(f"client {client.number} was resumed before it moved")
             self._answer(migration.asked, error)
 
+    def in_words(self, client: Client) -> str:
+        """Return who moves or has suspended a client, or what it waits for since; empty for others."""
+        migration = self.under_way.get(client.number)
+        if migration is None:
+            return self.suspensions.in_words(client)
+        return f"about to move to island {migration.target}, by {migration.by}"
+
     def client_left(self, client: Client) -> None:
         """A client that leaves does not move; its replicas go with it."""
         self.copies.pop(client.number, None)
