@@ -20,6 +20,12 @@ EVERY = 8
 """Turns with a choice among clients, of which one is looked at."""
 
 
+def _is_admitted(task: SegmentTask | None) -> bool:
+    """Whether a launch has the memory that it needs."""
+    reservation = None if task is None else task.here.reservation
+    return reservation is None or reservation.is_admitted
+
+
 class WaitMonitor:
     """Compares forecasts with what schedulers do."""
 
@@ -40,6 +46,8 @@ class WaitMonitor:
             return pick()
         heads = {queue.stake.client: queue.oldest for queue in busy}
         turns = scheduler.reports.forecast().turns
+        if not all(map(_is_admitted, heads.values())):
+            return pick()
         task = pick()
         if task is None or not turns or not self._is_comparable([*heads.values()], turns[0]):
             return task
@@ -56,11 +64,10 @@ class WaitMonitor:
 
     def _is_comparable(self, heads: list[SegmentTask | None], first: SegmentTask) -> bool:
         """Whether the policy alone decides: all want one group of devices, and memory is no matter."""
-        reservation = first.here.reservation
         groups = {tuple(map(id, head.footprint.groups)) for head in heads if head is not None}
         return (
             first.state is LaunchState.READY
-            and (reservation is None or reservation.is_admitted)
+            and _is_admitted(first)
             and len(groups) == 1
             and len(groups.pop()) == 1
         )
