@@ -519,12 +519,18 @@ def test_a_drained_host_has_its_time_though_that_of_another_island_ends() -> Non
     assert not drained(bench)
 
 
-def test_slices_move_when_the_hosts_are_back_with_what_they_held() -> None:
-    """Before, all that lay there would be made again."""
+def islands_for_one_slice() -> Bench:
+    """Two islands of two hosts; the first has a slice, for which the second has room."""
     bench = Bench()
     bench.island("a", 2, 1)
     bench.ask(1, 2)
     bench.island("b", 2, 1)
+    return bench
+
+
+def test_slices_move_when_the_hosts_are_back_with_what_they_held() -> None:
+    """Before, all that lay there would be made again."""
+    bench = islands_for_one_slice()
     bench.say(CONTROL, msg.DrainHost(1, "a0", "c"))
     for node in ("a1", "a0"):
         assert len(bench.news(msg.SliceBound)) == 1
@@ -533,13 +539,19 @@ def test_slices_move_when_the_hosts_are_back_with_what_they_held() -> None:
 
 
 def test_slices_move_though_a_host_ends_on_its_way_back() -> None:
-    bench = Bench()
-    bench.island("a", 2, 1)
-    bench.ask(1, 2)
-    bench.island("b", 2, 1)
+    bench = islands_for_one_slice()
     bench.say(CONTROL, msg.DrainHost(1, "a0", "c"))
     bench.host("a1", "a", 2)
     bench.world.wait(REJOIN_S + 1)
+    assert [bound.island for bound in bench.news(msg.SliceBound)] == ["a", "b"]
+
+
+def test_slices_of_an_island_between_epochs_move_when_its_last_host_is_drained() -> None:
+    bench = islands_for_one_slice()
+    bench.lose("a1")
+    bench.host("a0", "a", 2)
+    assert [bound.island for bound in bench.news(msg.SliceBound)] == ["a"]
+    bench.say(CONTROL, msg.DrainHost(1, "a0", "c"))
     assert [bound.island for bound in bench.news(msg.SliceBound)] == ["a", "b"]
 
 

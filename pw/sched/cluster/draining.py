@@ -82,6 +82,8 @@ class Drains(Part):
             self.epochs.end_epoch(island, f"host {node} is drained")
             if not is_replaced:
                 self._to_move.add(island.name)
+                # Between epochs the host has been let go at once, and no message need come any more.
+                self._look_soon()
         self.env.log("info", "host is drained", host=node)
 
     @handles(_LookWhoIsBack)
