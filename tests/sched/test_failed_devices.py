@@ -84,13 +84,19 @@ def test_a_slice_that_fits_nowhere_is_refused_with_the_device() -> None:
     refused(answer, "device 0 of host a0 has failed its test (wrong bits)")
 
 
-def test_a_slice_waits_for_devices_that_others_keep() -> None:
+def one_waits() -> Failing:
+    """An island of three devices, of which one has failed: slice 1 waits for the one that slice 2 has."""
     bench = Failing()
     bench.island("a", 1, 3)
     bench.want(1, devices=2, exclusive=True)
     bench.want(2, devices=1, exclusive=True)
     bench.fail("a0", 0)
     bench.island("a", 1, 3, epoch=2)
+    return bench
+
+
+def test_a_slice_waits_for_devices_that_others_keep() -> None:
+    bench = one_waits()
     bench.release(2)
     assert bench.devices(1) == [("a0", 1), ("a0", 2)]
     bench.fail("a0", 0, 1)
@@ -99,12 +105,7 @@ def test_a_slice_waits_for_devices_that_others_keep() -> None:
 
 
 def test_a_slice_that_waits_in_vain_is_refused_with_the_device() -> None:
-    bench = Failing()
-    bench.island("a", 1, 3)
-    bench.want(1, devices=2, exclusive=True)
-    bench.want(2, devices=1, exclusive=True)
-    bench.fail("a0", 0)
-    bench.island("a", 1, 3, epoch=2)
+    bench = one_waits()
     bench.world.wait(MOVE_S + RESUME_S + 1)
     (answer,) = bench.news(msg.SliceRefused)
     refused(answer, "slices have device 2 of a0", "device 0 of host a0 has failed its test")
