@@ -67,11 +67,11 @@ def serve(**values: Any) -> None:
             f"there is no folder {options.checkpoint_root} (--checkpoint-root)"
         )
     size_of(options.device_memory)
-    if options.spill_files and not size_of(options.spill):
+    spill = size_of(options.spill, "--spill")
+    if options.spill_files and not spill:
         raise typer.BadParameter(
             "--spill-files is for arrays that leave the host memory of --spill; give that a size, too"
         )
-    size_of(options.spill, "--spill")
     if options.keep_files and not options.drain:
         raise typer.BadParameter(
             "--keep-files is for what a worker leaves when it drains at its end; give --drain, too"
