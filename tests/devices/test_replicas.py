@@ -171,6 +171,17 @@ def test_requests_wait_for_an_array_that_will_be_restored() -> None:
     assert {message.request for message in bench.client.of(msg.Ready)} == {2, 3}
 
 
+def test_what_no_copy_has_of_a_dropped_array_is_refused() -> None:
+    """Nothing would answer it otherwise: no launch makes the array any more."""
+    bench = Bench(a=(0,))
+    bench.a.drop(ARRAY, "donated to 'f'")
+    for request in (0, 1):
+        bench.say(msg.Fetch(request, ARRAY, bench.spec, HERE, (request,), None))
+    bench.world.settle()
+    assert bench.client.of(msg.Fetched) == [msg.Fetched(0, bench.whole[: SMALL // 2].tobytes())]
+    assert [m.error.kind for m in bench.client.of(msg.RequestFailed)] == ["ArrayDeleted"]
+
+
 def test_a_donated_array_can_be_restored() -> None:
     bench = Bench(a=(0, 1))
     bench.a.drop(ARRAY, "donated to 'f'")

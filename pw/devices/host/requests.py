@@ -7,7 +7,6 @@ there are copies of it, as while its client is suspended, they are the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +23,10 @@ from pw.core.errors import (
     ProtocolError,
 )
 from pw.core.ids import CONTROL, Address, are_of
-from pw.core.landing import Bulk, Bytes
+from pw.core.landing import Bulk
 from pw.core.packing import pack
 from pw.core.recorder import FETCHED
-from pw.core.sharding import Box, box_bytes, packed_offsets
+from pw.core.sharding import box_bytes, packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
 from pw.devices.host.backend import Backend, Read, Watch, relative
 from pw.devices.host.clients import Clients
@@ -181,8 +180,8 @@ class HostRequests(Part):
             entry = self.arrays.get(array)
             if entry is not None and entry.submitted:
                 self._serve(entry, request)
-            elif entry is None and (copies := self.arrays.copies(array)):
-                self._serve_copies(array, copies, request)
+            elif entry is None and self._serve_copies(array, request):
+                continue
             elif (missing := self.arrays.why_missing(array)) is not None:
                 self._fail(request, missing)
                 return
@@ -204,20 +203,25 @@ class HostRequests(Part):
 
         self.backend.submit([Watch((entry.value,), watched)])
 
-    def _serve_copies(self, array: int, copies: Mapping[Box, Bytes], request: _HostRequest) -> None:
-        """Serve a request from copies: the client is suspended, or its array has not been restored yet."""
-        fetch = request.fetch
+    def _serve_copies(self, array: int, request: _HostRequest) -> bool:
+        """Serve a request from copies: the client is suspended, or its array has not been restored yet.
+
+        Returns whether this host has all the copies that it takes.
+        """
+        copies, fetch = self.arrays.copies(array), request.fetch
+        if not copies:
+            return False
         if fetch is None:
             self._ready(array, request)
-            return
+            return True
         count = fetch.spec.sharding.device_count
         boxes = [fetch.spec.box(position) for position in fetch.positions if position < count]
         views = [copies[box] for box in boxes if box in copies]
         sizes = [box_bytes(box, fetch.spec.dtype) for box in boxes]
-        if len(boxes) == len(fetch.positions) and [view.nbytes for view in views] == sizes:
-            self._deliver(request, fetch, views)
-        else:
-            self._parked.setdefault(array, []).append(request)
+        if len(boxes) != len(fetch.positions) or [view.nbytes for view in views] != sizes:
+            return False
+        self._deliver(request, fetch, views)
+        return True
 
     def _ready(self, array: int, request: _HostRequest) -> None:
         request.waiting_for.discard(array)
