@@ -30,6 +30,10 @@ from pw.sched.island.window import SiteGroup, Window
 HEAD_S = 1.0
 """Seconds between two looks whether a run that is to end has its turn on the devices."""
 
+LATE_S = 30.0
+"""Seconds that a withdrawn run may go on where orders go down trees. One that came after a host of another
+island had left, and come back, waits for ever for what that host would have sent."""
+
 Key = tuple[str, int]
 """Name of a host and number of a launch there."""
 
@@ -156,14 +160,18 @@ class InFlight(Part):
 
     @handles(msg.CancelRun)
     def _cancelled(self, sender: Address, message: msg.CancelRun) -> None:
-        has_turn = self._has_turn(message.run) if message.reason else None
-        if has_turn and not message.grace_s:
-            self.members.end_epoch(message.reason, message.run)
-        elif has_turn is not None:
-            again = partial(
-                self._overdue, message.run, self.members.epoch, message.reason, has_turn
+        reason, grace_s = message.reason, message.grace_s
+        if not reason and self.members.has_trees:
+            reason, grace_s = (
+                "a launch waits for a host that was lost before its order came",
+                LATE_S,
             )
-            self.env.call_later(message.grace_s or HEAD_S, again)
+        has_turn = self._has_turn(message.run) if reason else None
+        if has_turn and not grace_s:
+            self.members.end_epoch(reason, message.run)
+        elif has_turn is not None:
+            again = partial(self._overdue, message.run, self.members.epoch, reason, has_turn)
+            self.env.call_later(grace_s or HEAD_S, again)
 
     def _overdue(self, run: int, epoch: int, reason: str, had_turn: bool) -> None:
         """A run should have ended; `had_turn` if its devices worked at it when this was planned."""

@@ -65,6 +65,11 @@ class Members(Part):
         self.hosts = hosts
         self._numbers = Numbers(hosts)
 
+    @property
+    def has_trees(self) -> bool:
+        """Whether orders to large gangs here go down a tree."""
+        return len(self.hosts) > self.trees.over
+
     def include(self, hosts: tuple[str, ...]) -> bool:
         """Whether all these hosts are members; messages of an earlier epoch name others."""
         if len(hosts) > self.trees.over:

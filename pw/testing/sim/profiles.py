@@ -385,7 +385,7 @@ PROFILES = {
         SimProfile("away", hosts=8, runs=80, span_s=60.0, cuts=0.2, moves=0.4, island_losses=2.0),
         _lossy("away-lost", hosts=8, runs=80, cuts=0.2, moves=0.4, island_losses=1.0, **_NETWORK),
         SimProfile("ragged", runs=60, ragged=0.5),
-        _lossy("ragged-lost", is_open=True, runs=60, ragged=0.5, **_NETWORK),
+        _lossy("ragged-lost", runs=60, ragged=0.5, **_NETWORK),
         SimProfile("shares", runs=60, handovers=0.3, views=0.1),
         _lossy("shares-lost", runs=60, handovers=0.3, views=0.1, **_LITTLE_MEMORY),
         SimProfile("names", runs=60, names=0.4, views=0.05),

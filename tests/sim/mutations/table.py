@@ -206,6 +206,12 @@ row(
     forget("host.executor.order.next_early"),
     seen("calm", 1, "epochs last", "liveness"),
 )
+# A launch whose order came after a host of another island had left and come back waits for it for ever.
+row(
+    "wait-for-hosts-that-came-back",
+    forget("scheduler.in_flight._overdue"),
+    seen("ragged-lost", 1923539311, "liveness"),
+)
 # A host does not report that a link is lost, with what it has passed on, and another one does not miss that.
 row(
     "lose-what-was-passed-on",
