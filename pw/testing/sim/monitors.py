@@ -411,6 +411,8 @@ class Monitors:
         request = self._slices.get(message.slice)
         if sender != RESOURCES or request is None or request.resumed:
             return
+        if message.slice not in self._asked_s:
+            return  # it had devices, and has lost them
         formed = sum(island.formed > 0 for island in cluster.status())
         waited_s = world.now_s - self._asked_s[message.slice]
         world.checked["start"] += 1
@@ -423,6 +425,7 @@ class Monitors:
 
     def _bound(self, sender: Address, to: Address, message: msg.SliceBound) -> None:
         """A slice has devices: of the hosts that it names, in their order."""
+        self._asked_s.pop(message.slice, None)
         request = self._slices.get(message.slice)
         if request is None or not request.hosts:
             return
