@@ -22,7 +22,7 @@ from typing import Any
 from pw.client.session.thread_messages import Ask
 from pw.core import messages as msg
 from pw.core.errors import Error
-from pw.core.ids import Address
+from pw.core.ids import Address, client_of
 from pw.testing.sim.world import Violation, World
 
 ERRS = 0.2
@@ -226,10 +226,20 @@ class SickMonitor:
             island = inventory.island_of(node)
             if node in inventory.draining:
                 self._world.ledger.note("drain", node)
-            elif island is not None and island.state == "ready":
+            elif (
+                island is not None and island.state == "ready" and not self._is_run_on(island, node)
+            ):
                 self._cluster.sickness.left_out[node, island.epoch] = failed
 
         return after
+
+    def _is_run_on(self, island: Any, node: str) -> bool:
+        """Whether a launch of a client that has left is in flight on a host: it may still begin."""
+        scheduler = self._cluster.schedulers[island.name]
+        return any(
+            node in task.hosts and client_of(task.here.run) not in scheduler.queues.clients
+            for task in scheduler.in_flight.launches.values()
+        )
 
     def _formed(self, sender: Address, to: Address, message: msg.IslandFormed) -> None:
         self._look()
