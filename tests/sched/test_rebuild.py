@@ -714,6 +714,30 @@ def given_back_on_an_island_that_is_gone(cluster: Cluster) -> int:
     return y
 
 
+def test_what_a_leased_run_takes_is_dropped_once_more_if_it_was_made_again() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    program = client.program(chain([cluster.b]))
+    taking = client.program(chain([cluster.b], donated=(0,)))
+    (lost,), (kept,) = client.run(program, X), client.run(program, X)
+    world.settle()
+    world.post(store_of("b0"), CONTROL, msg.ArraysLost((lost,)))
+    world.settle()
+    results = client.id(), client.id()
+    for index, taken in enumerate((lost, kept)):
+        client.sent_runs += 1
+        client.tell(msg.Run(client.id(), taking, (taken,), (results[index],), 1, index))
+    world.settle()
+    world.wait(1)
+    orders = (msg.Submit, msg.SubmitLeased, msg.Release)
+    sent = [one for one in world.to(scheduler_of("b")) if isinstance(one, orders)][-4:]
+    assert [type(one) for one in sent] == [msg.Submit, msg.SubmitLeased, msg.Release, orders[1]]
+    assert sent[2].arrays == (lost,)
+    client.delete(*results)
+    client.release(program), client.release(taking)
+    cluster.idle()
+
+
 def test_a_slice_that_was_given_back_and_cannot_be_had_again_holds_up_nobody() -> None:
     cluster = Cluster()
     client, world = cluster.client, cluster.world

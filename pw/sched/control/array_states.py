@@ -130,6 +130,11 @@ class ArrayEntry(Attempts):
         return self.state is ArrayState.LOST
 
     @property
+    def was_lost(self) -> bool:
+        """Whether recovery has brought it back."""
+        return ArrayState.LOST in self.past
+
+    @property
     def is_good(self) -> bool:
         """Whether it is on its hosts, or arrives there."""
         return self.state in (ArrayState.PRESENT, ArrayState.ARRIVING)

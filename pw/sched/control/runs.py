@@ -107,6 +107,10 @@ class RunsInFlight(ControlPart):
         args, results = message.args, message.results
         lease = (message.lease, message.index) if message.lease else None
         self.submit(client, message.run, record, args, results, awaits, donated, lease)
+        if lease is not None:
+            # Hosts may have launched it, and dropped these, before they were made again.
+            again = [(number, array) for number, array in donated if array.was_lost]
+            self._islands.release(client.number, again)
         if client.early_losses:
             self._spoil_early(client, self.in_flight[message.run])
 
