@@ -15,7 +15,7 @@ from pw.core.ids import CONTROL, Address, executor_of
 from pw.core.messages.checks import beyond_bounds
 from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.sched.control import uploads
-from pw.sched.control.client_order import AT_ONCE
+from pw.sched.control.client_order import AT_ONCE, LOOK_S
 from pw.sched.control.runs import CREDITS_S
 from tests.stages.actors import FakeHost, World
 from tests.stages.samples import parts
@@ -429,6 +429,27 @@ def test_what_reads_an_array_of_another_client_waits_in_its_stream() -> None:
     exporter.tell(msg.Offer(exporter.id(), token, (x,), (stage.spec,)))
     world.settle()
     assert not world.client(importer.number).stream
+
+
+def test_who_asks_for_an_array_of_another_client_hears_when_it_has_come() -> None:
+    """Its hosts do not know before that it comes, so the client would ask them in vain."""
+    stage = Stage()
+    exporter, world, token = stage.client, stage.world, b"t" * 16
+    importer, slice_ = stage.join("importer")
+    array, spec, request = importer.id(), split(slice_, 2), importer.id()
+    program = importer.program(chain([spec]))
+    importer.tell(msg.CreateArray(array, spec, 1, msg.OfferSource(token, 0)))
+    importer.tell(msg.Inquire(request, (array,)))
+    (y,) = importer.run(program, X)
+    world.settle()
+    world.wait(1)
+    np.testing.assert_array_equal(importer.value(y), X + 1)
+    assert not importer.of(msg.Answered)
+    x = exporter.upload(X, stage.spec)
+    exporter.tell(msg.Offer(exporter.id(), token, (x,), (stage.spec,)))
+    world.settle()
+    world.wait(LOOK_S)
+    assert importer.of(msg.Answered) == [msg.Answered(request, None)]
 
 
 @pytest.mark.parametrize("gives_back", [False, True])

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import msgspec
 
 from pw.core import messages as msg
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayDeleted, ErrorReport
 from pw.core.ids import arrays_in
 from pw.sched.control.checkpoints.in_memory import Checkpoints
@@ -33,6 +34,9 @@ AT_ONCE = 64
 """Number of messages of a backlog that are handled in one turn: the messages of other clients wait
 meanwhile."""
 
+LOOK_S = 0.1
+"""Seconds between two looks whether arrays that clients ask about have come from other sessions."""
+
 Handlers = Mapping[type, Callable[[Client, Any], None]]
 
 
@@ -47,6 +51,12 @@ class ClientOrder(ControlPart):
     _resuming: Handlers = field(init=False)
     _later: set[int] = field(default_factory=set)
     """Numbers of clients whose backlogs go on in the next turn."""
+    _inquiries: list[tuple[Client, msg.Inquire]] = field(default_factory=list)
+    """Questions about arrays that other sessions still have to make; nothing waits behind them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._looks = Ticker(self._env, LOOK_S, self._look)
 
     def set_handlers(self, handlers: Handlers, resuming: Handlers) -> None:
         """Set the handlers, and those for clients that tell what an earlier controller knew."""
@@ -175,7 +185,14 @@ class ClientOrder(ControlPart):
             self.carry_out(client, message)
 
     def _inquire(self, client: Client, message: msg.Inquire) -> None:
-        """Say whether the client still holds these arrays; nothing is being recovered now."""
+        """Say whether the client still holds these arrays; nothing is being recovered now.
+
+        Hosts do not know that another session makes an array there again: the answer waits for that.
+        """
+        if any(map(self.handovers.is_taken, filter(client.arrays.is_arriving, message.arrays))):
+            self._inquiries.append((client, message))
+            self._looks.start()
+            return
         error = None
         if any(number not in client.arrays for number in message.arrays):
             words = (
@@ -184,6 +201,14 @@ class ClientOrder(ControlPart):
             )
             error = ErrorReport.of(ArrayDeleted(words))
         self.sessions.tell(client, msg.Answered(message.request, error))
+
+    def _look(self) -> bool:
+        """Arrays of other sessions may have come; return whether a client waits for some."""
+        waiting, self._inquiries = self._inquiries, []
+        for client, message in waiting:
+            if self.sessions.get(client.number) is client:
+                self._inquire(client, message)
+        return bool(self._inquiries)
 
     @handles_client(msg.LinkLost)
     def _link_lost(self, client: Client, message: msg.LinkLost) -> None:

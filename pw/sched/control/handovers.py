@@ -218,6 +218,10 @@ class HandoverTable(ControlPart):
             importer.asking.add(number)
         self._match(handover)
 
+    def is_taken(self, number: int) -> bool:
+        """Return whether another client makes an array."""
+        return number in self._of
+
     def is_asked(self, number: int) -> bool:
         """Return whether the run that makes a taken array is still to be submitted."""
         handover = self._of.get(number)
