@@ -117,7 +117,10 @@ class MigrationMonitor:
         if self._client(client.number) is not client:
             return
         controller = self._cluster.controller
-        stopped_s = max(self._world.held_until_s, self._cluster.stopped_until_s())
+        # A host does not say that it keeps a copy before its supervisor has it.
+        supervisors_s = max(host.stopped_until_s for host in self._cluster.hosts)
+        processes_s = self._cluster.stopped_until_s()
+        stopped_s = max(self._world.held_until_s, processes_s, supervisors_s)
         is_busy = (
             client.suspension is not None
             or client.recovering
