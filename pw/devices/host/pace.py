@@ -4,6 +4,7 @@ Not all launches are noted, and those that are noted on one host must be noted o
 a run decides: now and then one is a *signal*, and the `BURST` launches of gangs that follow it are noted. All
 hosts of a gang launch in the same order. The more launches there are in a second, the rarer are signals; a
 number that is a signal for rare ones is one for frequent ones, too, so hosts need not agree how rare they are.
+Signals become more frequent the longer none has come, so hardly a second of many launches is without one.
 
 A noted launch is watched to its end, also on a host that does not report the end to the scheduler. Other
 launches pay for one question. While gangs come, a timer also shows how much the loop of this process lags, and
@@ -49,6 +50,8 @@ class Pace(Part):
     """Bits that are 0 in the checksum of a signal's number."""
     _joined: int = 0
     """Number of launches of gangs since the last report."""
+    _unsignalled: int = 0
+    """Number of launches of gangs since the last signal."""
     _times: list[LaunchTimes] = field(default_factory=list)
     waiting: HostLaunch | None = None
     """Oldest launch that waits for values."""
@@ -76,7 +79,9 @@ class Pace(Part):
     def joins(self, launch: HostLaunch) -> None:
         """A launch of a gang has come: note it if it is a signal, or follows one."""
         self._joined += 1
-        is_signal = not crc32(launch.run.run.to_bytes(8, "little")) & self._mask
+        mask = self._mask >> self._unsignalled // (self._mask + 1)
+        is_signal = not crc32(launch.run.run.to_bytes(8, "little")) & mask
+        self._unsignalled = 0 if is_signal else self._unsignalled + 1
         if is_signal and self._joined > 2 * BURSTS * (self._mask + 1):
             self._mask = 4 * self._mask + 3  # there are more launches than before the last report
         if is_signal or self._left:
