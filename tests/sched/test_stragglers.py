@@ -160,6 +160,15 @@ def test_a_cause_stays_until_another_one_has_more_seconds() -> None:
     assert island.pass_seconds(1, b=late)[0].cause is SlowCause.PROCESSOR
 
 
+def test_a_host_is_named_once_one_cause_has_more_seconds_than_the_others() -> None:
+    """When links become slow, a stop of half a second may delay timers, and then a computation."""
+    island, far = Island(), Slow(way=9_000 + WAY_US)
+    island.pass_seconds(2)
+    for slow in (replace(far, idle=20_000), replace(far, longer=30_000), *[far] * 3):
+        assert not island.pass_seconds(1, b=slow)
+    assert island.pass_seconds(1, b=far)[0].cause is SlowCause.NETWORK
+
+
 def test_a_host_that_compiles_is_slow_for_that() -> None:
     island = Island(compiling=("b",))
     (one,) = island.pass_seconds(SECONDS + 2, b=Slow(idle=8_000))

@@ -318,11 +318,13 @@ class Stragglers(Part):
             return None
         slow = [at for at, factor in enumerate(factors) if factor >= AGAIN_FAST]
         causes = Counter(max(adds[at][0].items(), key=lambda one: one[1])[0] for at in slow)
-        ((cause, count),) = causes.most_common(1)
+        # One long stop is the cause of some seconds, and of no more than those.
+        (cause, count), *others = causes.most_common()
+        is_equal = any(seconds == count for _, seconds in others)
         if host.slow is not None and causes[host.slow.cause] == count:
-            cause = (
-                host.slow.cause
-            )  # one long stop is the cause of some seconds, and of no more than those
+            cause = host.slow.cause
+        elif host.slow is None and is_equal and len(factors) < SECONDS:
+            return None  # the next seconds will tell
         peer = ""
         if cause is SlowCause.PEER:
             peers = sum((host.seconds[at].peers for at in slow), Counter[str]())
