@@ -34,7 +34,9 @@ class Host:
 
     def pass_second(self, runs: range) -> int:
         """Launch these runs in one second; return how many are noted."""
-        launches: list[Any] = [SimpleNamespace(run=SimpleNamespace(run=n), noted=None) for n in runs]
+        launches: list[Any] = [
+            SimpleNamespace(run=SimpleNamespace(run=n), noted=None) for n in runs
+        ]
         for launch in launches:
             self.pace.joins(launch)
         for _ in range(TICKS):

@@ -145,6 +145,25 @@ def test_islands_admit_a_run_together_if_any_of_several_has_a_limit(
         assert submit.islands == admitting
 
 
+def test_a_program_is_installed_again_as_before_on_the_same_devices() -> None:
+    """A slice that is given back, and needed again, may be bound to the same devices."""
+    program = RegisteredProgram(1, chain([split(1, 1)]), ())
+
+    def is_as_before(*lowering: Any) -> bool:
+        ((_, install),) = program.lower(*lowering)
+        return install.again
+
+    assert not is_as_before(ONE_HOST)
+    assert is_as_before(ONE_HOST)
+    anew = ONE_HOST | {1: msgspec.structs.replace(ONE_HOST[1])}
+    assert is_as_before(anew)
+    assert not is_as_before(anew, {"a"}), "runs need memory now"
+    assert not is_as_before(anew, {"a"}, {1})
+    assert is_as_before(anew, {"a"}, {1})
+    assert not is_as_before(ONE_HOST, {"a"}, {1}), "the bound of the slice is a new one"
+    assert not is_as_before(ONE_HOST | {1: ONE_HOST[2]})
+
+
 def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
     """The most that each device holds if every host simply goes through its list, from the plan alone."""
     specs: dict[int, ArraySpec] = dict(enumerate(program.inputs))

@@ -50,8 +50,8 @@ class RegisteredProgram:
     """Number of kept records of the program's runs."""
     slices: frozenset[int] = field(init=False)
     """Numbers of all slices that the program touches."""
-    _lowered_for: list[Binding] = field(default_factory=list)
-    """Bindings of the program's slices when it was lowered last."""
+    _lowered_for: tuple[tuple[Binding, ...], dict[str, IslandMemory]] = ((), {})
+    """Bindings of the program's slices when it was lowered last, and the memory of a run by island."""
     _bound: dict[int, Binding | None] | None = None
     """Bindings of the slices of the results when `_homes` was computed."""
     _homes: list[Home] | None = None
@@ -112,9 +112,11 @@ class RegisteredProgram:
         self.installing = set(by_island)
         self.installs += 1
         self.error = None
-        bound = [bindings[number] for number in sorted(self.slices)]
-        again = len(bound) == len(self._lowered_for) and all(map(is_, bound, self._lowered_for))
-        self._lowered_for = bound
+        before, bound = self._lowered_for, tuple(bindings[at] for at in sorted(self.slices))
+        self._lowered_for = bound, memory
+        # A slice that was given back may have the same devices again; its bound is counted anew.
+        is_bound_anew = not all(map(is_, bound, before[0]))
+        again = before == self._lowered_for and not (bounded and is_bound_anew)
         return [
             (
                 island,
