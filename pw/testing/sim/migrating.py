@@ -30,8 +30,8 @@ class MigrationMonitor:
         self._world = world = cluster.world
         if not (world.profile.suspensions or world.profile.rebalances):
             return
-        self._compiling: dict[int, int] = {}
-        """Clients for which compilations ahead have not ended, by request."""
+        self._compiling: dict[int, Any] = {}
+        """Moves for which compilations ahead have not ended, by request; some were given up."""
         self._copied: set[int] = set()
         """Arrays that were copied ahead, and for nothing else since."""
         self._seen: set[int] = set()
@@ -53,7 +53,8 @@ class MigrationMonitor:
         self._compiling = left
 
     def _asking(self, sender: Address, to: Address, message: msg.CompileAhead) -> None:
-        self._compiling[message.request] = message.client
+        under_way = self._cluster.controller.migrations.under_way
+        self._compiling[message.request] = under_way[message.client]
 
     def _compiled(self, sender: Address, to: Address, message: msg.CompiledAhead) -> None:
         if self._compiling.pop(message.request, None) is not None:
@@ -77,7 +78,7 @@ class MigrationMonitor:
             return
         self._seen.add(id(suspension))
         self._world.checked["compiled ahead"] += 1
-        if message.client in self._compiling.values():
+        if any(move.asked in suspension.asked for move in self._compiling.values()):
             words = f"{client.name} leaves before its programs are compiled elsewhere"
             raise Violation("compiled ahead", words)
 
