@@ -94,15 +94,27 @@ class Guards:
             if build is not None:
                 self.queue.ops.append(build)
 
+    def freed(self, launch: HostLaunch, value: Value) -> None:
+        """Watch a result when no slot has it any more, so that the launch does not hold its bytes."""
+        latest = launch.guarded_results.latest if launch.guarded_results is not None else {}
+        for devices in [devices for devices, last in latest.items() if last is value]:
+            if value not in launch.run.slots.values():  # merges and holds give it other slots
+                del latest[devices]
+                self._watch(launch, (value,))
+
     def end(self, launch: HostLaunch) -> list[Value]:
         """Watch the last results of a launch on each device; return those that merges have made."""
         results, launch.guarded_results = launch.guarded_results or GuardedResults(), None
-        latest, merged = tuple(results.latest.values()), results.merged
-        launch.last = tuple([ref(value) for value in (*latest, *merged)])
-        if launch.is_watched and latest:
-            launch.to_watch = latest
+        if results.latest:
+            self._watch(launch, tuple(results.latest.values()))
+        launch.last += tuple(map(ref, results.merged))
+        return results.merged
+
+    def _watch(self, launch: HostLaunch, values: tuple[Value, ...]) -> None:
+        launch.last += tuple(map(ref, values))
+        if launch.is_watched:
+            launch.to_watch = values
             self.ends.watch_results(launch)
-        return merged
 
     def poison(
         self, launch: HostLaunch, instruction: Execute, error: ErrorReport, *, alone: bool = False

@@ -241,7 +241,9 @@ class Interpreter(Part):
             self._receive(launch, instruction)
         else:
             for slot in instruction.slots:
-                run.slots.pop(slot, None)
+                freed = run.slots.pop(slot, None)
+                if freed is not None and launch.segment.skips:
+                    self.guards.freed(launch, freed)
         return True
 
     def _execute(self, launch: HostLaunch, instruction: Execute) -> bool:

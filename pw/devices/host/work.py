@@ -42,7 +42,7 @@ class GuardedResults:
     """What a launch with guards or merges has made so far (`pw.devices.host.guards`)."""
 
     latest: dict[frozenset[int], Value] = field(default_factory=dict)
-    """The last result on each set of devices."""
+    """The last result on each set of devices, of those that are needed still."""
     merged: list[Value] = field(default_factory=list)
     """Results of the program that merges have made."""
 

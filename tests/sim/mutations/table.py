@@ -766,6 +766,8 @@ row(
     drop(m.EdgeFailed, when=lambda it: is_skipped(it.error)),
     seen("branches", 3, "liveness", "oracle", "epochs last"),
 )
+# A launch holds what its branches have made, until it ends.
+row("hold-to-the-end", forget(f"{GUARDS}.freed"), seen("suspended-tiers", 4311611008, "memory"))
 # A computation behind a hold takes the buffer over that the value before the hold still needs.
 row(
     "take-over-what-is-held-back",
