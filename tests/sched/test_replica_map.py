@@ -132,6 +132,22 @@ def test_recovery_waits_until_hosts_with_replicas_are_back() -> None:
     assert not bench.replicas.may_come_back
 
 
+def test_recovery_waits_for_hosts_of_a_client_that_have_still_to_come_to_this_controller() -> None:
+    bench = Bench("a", "b")
+    bench.actor.receive(store_of("a"), msg.HoldsNoMore())
+    bench.replicas.claim(bench.client)
+    assert bench.replicas.may_come_back
+    bench.actor.receive(store_of("b"), msg.HoldsNoMore())
+    assert not bench.replicas.may_come_back
+    bench.replicas.claim(bench.client)
+    assert not bench.replicas.may_come_back, "all of them have told what they had"
+    bench.replicas.host_lost("b")
+    bench.replicas.claim(bench.client)
+    assert bench.replicas.may_come_back
+    bench.wait(60.0)
+    assert not bench.replicas.may_come_back
+
+
 def test_recovery_waits_for_replicas_no_longer_than_for_islands() -> None:
     bench = Bench("a", "b")
     bench.has("a")

@@ -28,6 +28,7 @@ PERMANENT = frozenset(
             "_absent",
             "_states",
             "_ends",
+            "_told",
             "failed_devices",
         ),
         # one entry for each device, host or island

@@ -69,6 +69,8 @@ class ReplicaTable(ControlPart):
         self._expected: dict[str, float] = {}
         """Hosts that had replicas and may come back with them, with the time until which they may, in
         seconds."""
+        self._told: set[str] = set()
+        """Hosts that have told this controller all that they had, and were not lost since."""
         self._offered: dict[tuple[int, str], set[Box]] = {}
         """Boxes that were offered to a host, by array and host."""
         self._refusals: Counter[tuple[int, str]] = Counter()
@@ -126,6 +128,7 @@ class ReplicaTable(ControlPart):
     def host_lost(self, node: str) -> None:
         """The replicas of a host are gone, unless its next incarnation says otherwise."""
         self._offered.clear()
+        self._told.discard(node)
         for number, holdings in list(self._unclaimed.items()):
             self._unclaimed[number] = [entry for entry in holdings if entry[0] != node]
         self._expect((node,))
@@ -142,14 +145,17 @@ class ReplicaTable(ControlPart):
 
     def _expect(self, gone: Iterable[str]) -> None:
         """Wait for lost hosts as for islands: replicas outlive the process of a host."""
+        having = {node for replicas in self._replicas.values() for node in replicas}
+        self._wait_for(having.intersection(gone))
+
+    def _wait_for(self, hosts: Iterable[str]) -> None:
         until_s = self._env.now_s() + self.recovery_s
-        for node in gone:
-            if any(node in replicas for replicas in self._replicas.values()):
-                self._expected[node] = until_s
+        self._expected.update(dict.fromkeys(hosts, until_s))
 
     @handles_host(msg.HoldsNoMore)
     def _is_back(self, host: str, message: msg.HoldsNoMore) -> None:
         """A new incarnation has told all that it has: its other replicas are gone for good."""
+        self._told.add(host)
         self._expected.pop(host, None)
 
     @handles_host(msg.Holdings)
@@ -351,7 +357,11 @@ class ReplicaTable(ControlPart):
         return set(self._unclaimed)
 
     def claim(self, client: Client) -> None:
-        """A client has told all that it has: count the replicas that hosts have of it."""
+        """A client has told all that it has: count the replicas that hosts have of it.
+
+        Those of its hosts that have not come to this controller yet may have more.
+        """
+        self._wait_for(set[str]().union(*client.slices.hosts.values()) - self._told)
         for host, holding in self._unclaimed.pop(client.number, ()):
             self._count(host, (holding,))
 
