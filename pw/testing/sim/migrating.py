@@ -36,7 +36,6 @@ class MigrationMonitor:
         """Arrays that were copied ahead, and for nothing else since."""
         self._seen: set[int] = set()
         """Identities of suspensions that have begun."""
-        world.watch_handled(msg.MigrateClient, self._preparing)
         world.watch_sent(msg.CompileAhead, self._asking)
         world.watch_handled(msg.CompiledAhead, self._compiled)
         world.watch_handled(msg.EpochEnded, self._ended)
@@ -45,12 +44,6 @@ class MigrationMonitor:
         world.watch_handled(msg.CopyArrays, self._copying)
         world.watch_handled(msg.Install, self._installing)
         world.watch_handled(msg.SliceBound, self._bound)
-
-    def _preparing(self, sender: Address, to: Address, message: msg.MigrateClient) -> None:
-        """A client that was to stay after all does not wait for what was asked for it before."""
-        under_way = self._cluster.controller.migrations.under_way
-        left = {number: one for number, one in self._compiling.items() if one in under_way}
-        self._compiling = left
 
     def _asking(self, sender: Address, to: Address, message: msg.CompileAhead) -> None:
         under_way = self._cluster.controller.migrations.under_way
