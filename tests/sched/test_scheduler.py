@@ -19,6 +19,7 @@ from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.sched.control.accounts import ENTRIES_S
 from pw.sched.island import window
+from pw.sched.island.in_flight import LATE_S
 from pw.sched.island.install_queues import AT_ONCE
 from pw.sched.island.launching import UNKNOWN_AT_ONCE
 from pw.sched.island.policy import POLICIES
@@ -402,6 +403,22 @@ def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
         bench.tell(msg.IslandFormed("i", 1, bench.hosts), hangs)
     (refused,) = bench.world.to(CONTROL, msg.RunRefused)
     assert refused.run == hangs.run
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_a_withdrawn_run_does_not_go_on_for_ever_where_orders_go_down_trees(
+    has_trees: bool,
+) -> None:
+    """Its order may come when a host of another island, for which it waits, has left and come back."""
+    bench = Bench()
+    bench.scheduler.members.trees = msg.Trees(over=1 if has_trees else 64)
+    bench.client(1)
+    run = bench.submission(1)
+    bench.tell(run)
+    bench.tell(msg.CancelRun(run.run))
+    assert not bench.world.to(RESOURCES, msg.EndEpoch)
+    bench.world.wait(LATE_S)
+    assert len(bench.world.to(RESOURCES, msg.EndEpoch)) == has_trees
 
 
 def test_the_program_that_began_last_is_blamed_for_a_crash() -> None:

@@ -28,7 +28,7 @@ PERMANENT = frozenset(
             "_absent",
             "_states",
             "_ends",
-            "_told",
+            "_reporters",
             "failed_devices",
         ),
         # one entry for each device, host or island

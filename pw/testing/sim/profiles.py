@@ -381,7 +381,7 @@ PROFILES = {
         SimProfile("views", runs=80, views=0.4),
         _lossy("views-lost", runs=60, views=0.4, **_LITTLE_MEMORY),
         SimProfile("islands", hosts=8, runs=60, cuts=0.4),
-        _lossy("islands-lost", is_open=True, hosts=8, runs=60, cuts=0.4, **_NETWORK),
+        _lossy("islands-lost", hosts=8, runs=60, cuts=0.4, **_NETWORK),
         SimProfile("away", hosts=8, runs=80, span_s=60.0, cuts=0.2, moves=0.4, island_losses=2.0),
         _lossy("away-lost", hosts=8, runs=80, cuts=0.2, moves=0.4, island_losses=1.0, **_NETWORK),
         SimProfile("ragged", runs=60, ragged=0.5),

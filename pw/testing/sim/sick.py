@@ -164,13 +164,10 @@ class SickMonitor:
         none had."""
         self._had_failed: set[Device] = set()
         """Devices whose last test that had an end failed, in any incarnation."""
-        self._told: dict[str, set[int]] = {}
-        """Devices that have failed, by host, as a controller has heard last."""
         if not world.profile.sick:
             return
         cluster.on_start["host"].append(self._watch_tests)
         world.watch_sent(msg.HostDevices, self._says)
-        world.watch_handled(msg.HostDevices, self._hears)
         self._failed: dict[str, set[int]] = {}
         """Devices that have failed, by host, as the resource manager knows it."""
         self._resources: Any = None
@@ -205,11 +202,6 @@ class SickMonitor:
             is_wrong = device not in self._cluster.sickness.was_sick
             if one.state is msg.SickState.FAILED and is_wrong:
                 raise Violation("sick", f"{device} is well, and its host says that it has failed")
-
-    def _hears(self, sender: Address, to: Address, message: msg.HostDevices) -> None:
-        """What a host has told nobody, its next incarnation cannot know."""
-        sick = (one for one in message.sick if one.state is msg.SickState.FAILED)
-        self._told[sender.node] = {one.device for one in sick}
 
     # --- devices that are left out ------------------------------------------------------------------
 
@@ -276,9 +268,9 @@ class SickMonitor:
             untested = {
                 at for at, outcome in shown.items() if outcome is msg.DeviceOutcome.UNTESTED
             }
-            told = self._told.get(info.name, set())
-            failed |= {at for at in untested & told if (info.name, at) in self._had_failed}
             says = {one.device: one.state for one in info.sick}
+            # An earlier incarnation knew it, and may have been lost before a new controller heard of it.
+            failed |= {at for at in untested & set(says) if (info.name, at) in self._had_failed}
             if says != dict.fromkeys(failed, msg.SickState.FAILED):
                 words = f"of {info.name} the controller says {says}, and {failed} have failed"
                 raise Violation("sick in the end", words)

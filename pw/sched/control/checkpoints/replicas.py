@@ -69,7 +69,7 @@ class ReplicaTable(ControlPart):
         self._expected: dict[str, float] = {}
         """Hosts that had replicas and may come back with them, with the time until which they may, in
         seconds."""
-        self._told: set[str] = set()
+        self._reporters: set[str] = set()
         """Hosts that have told this controller all that they had, and were not lost since."""
         self._offered: dict[tuple[int, str], set[Box]] = {}
         """Boxes that were offered to a host, by array and host."""
@@ -128,7 +128,7 @@ class ReplicaTable(ControlPart):
     def host_lost(self, node: str) -> None:
         """The replicas of a host are gone, unless its next incarnation says otherwise."""
         self._offered.clear()
-        self._told.discard(node)
+        self._reporters.discard(node)
         for number, holdings in list(self._unclaimed.items()):
             self._unclaimed[number] = [entry for entry in holdings if entry[0] != node]
         self._expect((node,))
@@ -155,7 +155,7 @@ class ReplicaTable(ControlPart):
     @handles_host(msg.HoldsNoMore)
     def _is_back(self, host: str, message: msg.HoldsNoMore) -> None:
         """A new incarnation has told all that it has: its other replicas are gone for good."""
-        self._told.add(host)
+        self._reporters.add(host)
         self._expected.pop(host, None)
 
     @handles_host(msg.Holdings)
@@ -361,7 +361,7 @@ class ReplicaTable(ControlPart):
 
         Those of its hosts that have not come to this controller yet may have more.
         """
-        self._wait_for(set[str]().union(*client.slices.hosts.values()) - self._told)
+        self._wait_for(set[str]().union(*client.slices.hosts.values()) - self._reporters)
         for host, holding in self._unclaimed.pop(client.number, ()):
             self._count(host, (holding,))
 
