@@ -1356,7 +1356,7 @@ row(
 row(
     "forget-errors-of-values",
     mishear("host.store", m.Restore, lambda it: replace(it, error=None)),
-    seen("suspended", 108, *ASUNDER),
+    seen("suspended-tiers", 15, *ASUNDER),
 )
 # A host answers with the bytes of another array while a client is suspended.
 row(
