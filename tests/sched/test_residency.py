@@ -204,6 +204,18 @@ def test_uploads_beyond_what_a_host_has_for_them_are_counted_on_the_devices() ->
     assert (bench.tier(first), bench.tier(second), bench.used) == (Tier.HOST, Tier.DEVICE, 40)
 
 
+def test_a_run_waits_for_uploads_that_may_leave_when_they_have_ended() -> None:
+    bench = TierBench()
+    first, second = client_id(1, 5), client_id(1, 6)
+    bench.tell(msg.ArrayPlaced(first, (DEVICE,), 60))
+    run = bench.run(bench.program(2, needs(50)))
+    bench.tell(msg.ArrayPlaced(second, (DEVICE,), 60), msg.UploadEnded(first))
+    assert not bench.refused(), f"{second} began later, and may leave as well"
+    bench.tell(msg.UploadEnded(second))
+    bench.spilled(first, second)
+    assert bench.launched() == [run.run]
+
+
 def test_a_run_is_not_refused_while_a_lease_ends_for_it() -> None:
     bench = TierBench()
     array = client_id(1, 5)

@@ -397,8 +397,11 @@ class Admission(Part):
 
     @staticmethod
     def _has_hope(memory: DeviceMemory, waiting: Reservation | PendingUpload) -> bool:
-        """Whether uploads have not ended that were in flight when all else had."""
-        if waiting.hopes is None:
+        """Whether uploads have not ended that were in flight when all else had.
+
+        Where arrays leave the devices, each upload that has ended may leave, however late it began.
+        """
+        if waiting.hopes is None or memory.tiers.spill_bytes:
             waiting.hopes = frozenset(memory.arriving)
         return not memory.arriving.isdisjoint(waiting.hopes)
 

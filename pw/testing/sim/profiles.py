@@ -431,7 +431,7 @@ PROFILES = {
             **_NETWORK,
         ),
         SimProfile("sick", span_s=20.0, sick=6.0, device_tests=0.05, spares=0.5, silences=0.0),
-        _lossy("sick-lost", is_open=True, sick=6.0, device_tests=0.05, **_NETWORK),
+        _lossy("sick-lost", sick=6.0, device_tests=0.05, **_NETWORK),
         SimProfile("pipelines", runs=30, pipelines=0.7),
         _lossy("pipelines-lost", runs=30, pipelines=0.7, **_LITTLE_MEMORY),
         SimProfile("moves", hosts=8, moves=0.7),
