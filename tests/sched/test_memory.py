@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from typing import Any
@@ -17,7 +18,16 @@ from pw.core.errors import ErrorReport, TransferFailed
 from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of, store_of
 from pw.core.programs.lower import lower_with_memory
 from pw.core.programs.peak import IslandMemory, OutputMemory
-from pw.core.programs.plan import BoundProgram, Execute, Free, HostPlan, Receive
+from pw.core.programs.plan import (
+    BoundProgram,
+    Execute,
+    Free,
+    HostPlan,
+    HostSegment,
+    Instruction,
+    Receive,
+    Send,
+)
 from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
 from pw.sched.control.programs import RegisteredProgram
@@ -164,6 +174,24 @@ def test_a_program_is_installed_again_as_before_on_the_same_devices() -> None:
     assert not is_as_before(ONE_HOST | {1: ONE_HOST[2]})
 
 
+def sent_by(send: Send) -> tuple[int, ...]:
+    return (send.slot,) if send.counts is None else (send.slot, send.counts.slot)
+
+
+def until_sent(segment: HostSegment) -> list[Instruction]:
+    """The instructions of a segment; what it sends is freed at its end, as nothing says when it is read."""
+    sent = {s for i in segment.instructions if isinstance(i, Send) for s in sent_by(i)}
+    done: list[Instruction] = []
+    freed: list[int] = []
+    for instruction in segment.instructions:
+        if isinstance(instruction, Free):
+            freed += sent.intersection(instruction.slots)
+            done.append(Free(tuple(s for s in instruction.slots if s not in sent)))
+        else:
+            done.append(instruction)
+    return [*done, Free(tuple(freed))]
+
+
 def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
     """The most that each device holds if every host simply goes through its list, from the plan alone."""
     specs: dict[int, ArraySpec] = dict(enumerate(program.inputs))
@@ -182,8 +210,8 @@ def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
                 if device.host == name:
                     now[device] += sign * specs[slot].device_bytes
 
-        held = set(host.inputs)
-        for instruction in (i for part in host.segments for i in part.instructions):
+        held, sent = set(host.inputs), set[int]()
+        for instruction in itertools.chain.from_iterable(map(until_sent, host.segments)):
             taken: list[int] = []
             match instruction:
                 case Receive():
@@ -202,7 +230,9 @@ def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
                         form = specs[slot].sharding.shard_shape(specs[slot].shape)
                         if form in forms:
                             forms.remove(form)
-                            taken.append(slot)
+                            taken += [] if slot in sent else [slot]
+                case Send():
+                    sent.update(sent_by(instruction))
                 case Free():
                     for slot in held.intersection(instruction.slots):
                         add(slot, -1)

@@ -7,12 +7,14 @@ on. While a computation runs, results that reuse donated arguments need no memor
 compiler's temporaries come on top (`IslandMemory.peaks`, because only hosts know them). Runs in
 flight share the room for temporaries (`pw.sched.island.memory`).
 
-Four estimates are too high. An edge from another island counts from the start of its segment,
+Five estimates are too high. An edge from another island counts from the start of its segment,
 because its bytes come when the sender has them. A value counts on all its devices until no host of
 the island uses it. A result that hosts watch, because it is the last one on some device, counts to
-the end of its segment. A result of the program that a merge has chosen counts beside the value whose
-bytes it has. Small host values that travel inside a `Run` do not count while they are arguments; what
-they make of the peak where they are donated or returned is added by the scheduler (`HostValue`).
+the end of its segment; so does a value that hosts send to others, as nothing orders the copy from
+the devices and what is computed behind it. A result of the program that a merge has chosen counts
+beside the value whose bytes it has. Small host values that travel inside a `Run` do not count while
+they are arguments; what they make of the peak where they are donated or returned is added by the
+scheduler (`HostValue`).
 
 Devices with shards of the same arrays are one group, so the cost is one step for each computation
 and edge, not for each device.
@@ -175,6 +177,7 @@ class _Walk:
         self._live = [0] * len(self.groups)
         self._peaks = [0] * len(self.groups)
         self._at_execute: dict[tuple[int, int], int] = {}
+        self._are_sent = {slot for slot, _ in self._sent()}
 
     def _name_outputs(self) -> None:
         """Have outputs count on the slice for which they are made.
@@ -300,6 +303,8 @@ class _Walk:
         size_bytes = 0
         for position in execute.donated:
             slot = execute.args[position]
+            if self._schedule.origin(slot) in self._are_sent:
+                continue  # a copy of it may be taken over
             if results[self._form(slot)] and self._counts(self._specs[slot]):
                 results[self._form(slot)] -= 1
                 size_bytes += self._specs[slot].device_bytes
@@ -322,8 +327,8 @@ class _Walk:
                 execute = self._executes[step]
                 used = [*execute.reads, *execute.results]
             last.update(dict.fromkeys(map(self._schedule.origin, used), position))
-        for slot, end in self._watched():
-            last[slot] = max(last[slot], end)
+        for slot, end in itertools.chain(self._watched(), self._sent()):
+            last[slot] = max(last.get(slot, end), end)
         stays = set(range(len(self._program.inputs))) - set(self._program.donated)
         stays.update(self._schedule.output_slots)
         ends: dict[int, list[int]] = {}
@@ -350,6 +355,19 @@ class _Walk:
                         results[host].append((own, slots[-1]))
             for slot in itertools.chain.from_iterable(map(last_on_devices, results.values())):
                 yield self._schedule.origin(slot), end
+
+    def _sent(self) -> Iterator[tuple[int, int]]:
+        """Yield values that hosts send to others, and where the segments end that send them."""
+        end, sends_after = -1, self._schedule.sends_after
+        for draft in self._drafts:
+            end += len(draft.steps)
+            edges = list(draft.input_sends)
+            for step in draft.steps:
+                if not isinstance(step, Edge):
+                    edges += sends_after.get(step, ())
+            for edge in edges:
+                if any(edge.sends()):
+                    yield from ((self._schedule.origin(slot), end) for slot in edge.reads())
 
     def _devices_by_host(self, placement: Placement) -> list[tuple[str, frozenset[DeviceAddress]]]:
         """Return the devices of a placement on each of its hosts."""
