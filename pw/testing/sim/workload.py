@@ -469,8 +469,11 @@ class SimClient(Life):
             return
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
-            client = self.cluster.controller.sessions.get(self.attached.client)
-            if client is None or client.recovering or len(client.stream) or client.offered:
+            controller = self.cluster.controller
+            client = controller.sessions.get(self.attached.client)
+            rebuilding = controller._rebuilder.replays.rebuilding
+            is_away = client is None or client.recovering or client.number in rebuilding
+            if client is None or is_away or len(client.stream) or client.offered:
                 world.after(SETTLED_S, self._check_out, life)
                 return
             world.checked["census"] += 1

@@ -43,7 +43,7 @@ class Replays(ControlPart):
     registry: ProgramRegistry
     runs: RunsInFlight
     handovers: HandoverTable
-    _rebuilding: dict[int, _Rebuilding] = field(default_factory=dict, init=False)
+    rebuilding: dict[int, _Rebuilding] = field(default_factory=dict, init=False)
     """Arrays that are being rebuilt, by client."""
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Replays(ControlPart):
                 from_client=len(plan.uploads),
                 runs=len(plan.runs),
             )
-            begun = self._rebuilding.setdefault(client.number, _Rebuilding(self._env.now_s()))
+            begun = self.rebuilding.setdefault(client.number, _Rebuilding(self._env.now_s()))
             begun.arrays.update(client.arrays.lost)
             self._looks.start()
         names = dict(client.brought)
@@ -95,15 +95,15 @@ class Replays(ControlPart):
 
     def _look(self) -> bool:
         """Log of which clients all lost arrays have come, or have failed; runs may still compute them."""
-        for number, begun in list(self._rebuilding.items()):
+        for number, begun in list(self.rebuilding.items()):
             client = self.sessions.get(number)
             if client is not None and any(map(client.arrays.is_on_its_way, begun.arrays)):
                 continue
-            del self._rebuilding[number]
+            del self.rebuilding[number]
             if client is not None:
                 seconds = round(self._env.now_s() - begun.since_s, 1)
                 self._env.log("info", "rebuilt", client=number, seconds=seconds)
-        return bool(self._rebuilding)
+        return bool(self.rebuilding)
 
     def _restore(
         self, client: Client, number: int, sources: tuple[msg.BoxSource, ...], names: dict[int, int]
