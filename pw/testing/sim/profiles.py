@@ -437,7 +437,7 @@ PROFILES = {
         SimProfile("moves", hosts=8, moves=0.7),
         _lossy("moves-lost", hosts=8, moves=0.7, **_LITTLE_MEMORY),
         SimProfile("streams", runs=80, streams=0.5),
-        _lossy("streams-lost", is_open=True, runs=60, streams=0.5, slices_given_back=0.02),
+        _lossy("streams-lost", runs=60, streams=0.5, slices_given_back=0.02),
         SimProfile("timelines", timelines=0.2, clock_skew=0.02, **_CLIENTS),
         _lossy("timelines-lost", timelines=0.1, **_NETWORK),
         SimProfile("leases", clients=2, runs=60, loops=0.3, quick=0.3, latency_spike=0.01),
