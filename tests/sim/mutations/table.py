@@ -1095,7 +1095,7 @@ row(
 row(
     "repeat-before-it-is-made",
     wrap("controller.handovers.is_asked", lambda is_asked, number: False),
-    seen("shares-lost", 9800328, "liveness"),
+    seen("shares-lost", 9810733, "liveness"),
 )
 
 # What is handed on before it has come holds up its client, whose later offer may be needed first.
