@@ -319,8 +319,8 @@ class Stragglers(Part):
         slow = [at for at, factor in enumerate(factors) if factor >= AGAIN_FAST]
         causes = Counter(max(adds[at][0].items(), key=lambda one: one[1])[0] for at in slow)
         # One long stop is the cause of some seconds, and of no more than those.
-        (cause, count), *others = causes.most_common()
-        is_equal = any(seconds == count for _, seconds in others)
+        (cause, count), *further = causes.most_common()
+        is_equal = any(seconds == count for _, seconds in further)
         if host.slow is not None and causes[host.slow.cause] == count:
             cause = host.slow.cause
         elif host.slow is None and is_equal and len(factors) < SECONDS:
