@@ -58,6 +58,7 @@ from pw.sched.control.run_ends import RunEnds
 from pw.sched.control.runs import CREDITS_AT_ONCE, RunsInFlight
 from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
+from pw.sched.control.suspension_requests import SuspensionRequests
 from pw.sched.control.suspensions import Suspensions
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.usage import Usage
@@ -169,12 +170,13 @@ class Controller(Actor):
         suspensions = self.suspensions = Suspensions(
             sessions, stream, slices, runs, replicas, losses, rebuilder
         )
+        requests = SuspensionRequests(sessions, suspensions)
         migrations = self.migrations = Migrations(
-            sessions, suspensions, replicas, checkpoints, island_status, destinations
+            sessions, suspensions, requests, replicas, checkpoints, island_status, destinations
         )
         leaving = self._leaving_hosts = LeavingHosts(sessions, suspensions)
         preemption = Preemption(sessions, slices, suspensions, island_status, preempt_s)
-        rebalancing = Rebalancing(sessions, suspensions, plan_moves)
+        rebalancing = Rebalancing(sessions, requests, plan_moves)
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
@@ -182,7 +184,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
-            *(migrations, preemption, leaving, rebalancing, sick),
+            *(requests, migrations, preemption, leaving, rebalancing, sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (

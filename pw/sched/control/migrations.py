@@ -31,6 +31,7 @@ from pw.sched.control.checkpoints.in_memory import Checkpoints, box_holders
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client, handles_host
+from pw.sched.control.suspension_requests import SuspensionRequests
 from pw.sched.control.suspensions import Suspensions
 
 STALLED_S = 5.0
@@ -87,6 +88,7 @@ class Migrations(ControlPart):
     """Clients that are about to move, and copies that were made for moves."""
 
     suspensions: Suspensions
+    requests: SuspensionRequests
     replicas: ReplicaTable
     checkpoints: Checkpoints
     island_status: Callable[[], tuple[msg.IslandInfo, ...]]
@@ -107,7 +109,7 @@ class Migrations(ControlPart):
     @handles_client(msg.MigrateClient)
     def _migrate_asked(self, asker: Client, message: msg.MigrateClient) -> None:
         meant = msg.SuspendClients(message.request, message.client)
-        clients = self.suspensions.meant(asker, meant, "migrate")
+        clients = self.requests.meant(asker, meant, "migrate")
         if clients is None:
             return
         (client,) = clients
@@ -135,7 +137,7 @@ class Migrations(ControlPart):
             self._answer(asked, error)
             return
         migration = Migration(
-            *(client, asked, self.suspensions.who(asker), slices, target, named, devices),
+            *(client, asked, self.requests.who(asker), slices, target, named, devices),
             *(now_s, now_s),
         )
         self.under_way[client.number] = migration

@@ -15,7 +15,7 @@ from pw.core.errors import ErrorReport, InsufficientDevices
 from pw.sched.cluster.moves import PlannedMove
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
-from pw.sched.control.suspensions import Suspensions
+from pw.sched.control.suspension_requests import SuspensionRequests
 
 Planner = Callable[[msg.AllocateSlice | None, Mapping[int, int]], tuple[PlannedMove, ...]]
 """Function that plans moves for a request, or None, by the bytes of the slices that may move."""
@@ -25,7 +25,7 @@ Planner = Callable[[msg.AllocateSlice | None, Mapping[int, int]], tuple[PlannedM
 class Rebalancing(ControlPart):
     """Answers which slices should move."""
 
-    suspensions: Suspensions
+    requests: SuspensionRequests
     plan: Planner
 
     @handles_client(msg.PlanMoves)
@@ -39,7 +39,7 @@ class Rebalancing(ControlPart):
             )
         sizes: Counter[int] = Counter()
         for client in self.sessions.calling:
-            if self.suspensions.may_move(asker, client):
+            if self.requests.may_move(asker, client):
                 sizes.update(self._sizes_of(client))
         try:
             planned = self.plan(wanted, sizes)
