@@ -11,6 +11,8 @@ GIVEN_BACK = "slice given back"
 """Name of what excuses one error: an array is handed over after its owner has given its slice back."""
 SUSPENDED = "suspension"
 """Name of what excuses errors of reads of arrays that their client has deleted meanwhile."""
+NOT_KEPT = "has not kept the value"
+"""Words of the error of an upload of which neither a host nor its client has the bytes."""
 A_READ = "a read"
 """Name in the place of a computation: a host could not read a value."""
 

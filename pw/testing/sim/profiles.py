@@ -401,7 +401,6 @@ PROFILES = {
         ),
         SimProfile(
             "suspended-tiers",
-            is_open=True,
             runs=80,
             suspensions=0.06,
             loops=0.1,

@@ -25,7 +25,7 @@ from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.handovers import GONE, MOVED, give
 from pw.testing.sim.host import SUPERVISOR_STOPPED
-from pw.testing.sim.ledger import GIVEN_BACK
+from pw.testing.sim.ledger import GIVEN_BACK, NOT_KEPT, SUSPENDED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.looping import is_burst, loop, run_ahead
 from pw.testing.sim.names import share
@@ -346,6 +346,9 @@ class SimClient(Life):
             return isinstance(error, (HostLost, ArrayLost)) or bool(is_forgotten)
         if MOVED in words:
             return self.world.ledger.any
+        faults = self.world.ledger.injected
+        if NOT_KEPT in words and faults[SUSPENDED] and (faults["silence"] or faults["pause"]):
+            return True  # it was suspended while it stood still, before it had announced an upload
         made_of = self.oracle.arrays[array].made_of
         deals = self.cluster.deals
         is_off = any(deals[one].is_off for one in made_of if one in deals)
