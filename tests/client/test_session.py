@@ -15,7 +15,7 @@ import pytest
 
 from pw.client.connection.waiting import Fetching
 from pw.client.session.hosts import Hosts
-from pw.client.session.requests import RETRIES
+from pw.client.session.requests import RETRIES, WITHDRAWN_S
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import (
     Allocate,
@@ -387,6 +387,9 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     bench.tell(msg.RunFailed(20, (X,), ERROR), msg.RunFailed(21, (Y,), ERROR))
     assert isinstance(waiting.exception(0), HostLost)
     assert isinstance(bench.wait(Y).exception(0), HostLost)
+    late = bench.wait(X)
+    assert isinstance(late.exception(0), HostLost), "it waited on a line until its slice moved"
+    bench.world.wait(WITHDRAWN_S)
     assert bench.session.requests.failed.keys() == {Y}
 
 

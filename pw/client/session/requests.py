@@ -47,6 +47,10 @@ from pw.core.sharding import ArraySpec, Box, box_bytes, packed_offsets
 UNRAISED_KEPT = 64
 """Failed runs that are told at the end of the session, if no call has raised their errors."""
 
+WITHDRAWN_S = 1.0
+"""Seconds for which the errors of arrays are known that were deleted before: who waited for one on a line asks
+here when its slice has moved, and this may come behind the error."""
+
 RETRIES = 8
 """After so many retries the last error is final, unless a slice was bound meanwhile."""
 
@@ -386,7 +390,9 @@ class Requests(Part):
         for query in list(self._queries):
             if not arrays.isdisjoint(query.arrays):
                 self._fail(query, message.error)
-        self.forget([array for array in message.results if not self._env.may_have(array)])
+        gone = [array for array in message.results if not self._env.may_have(array)]
+        if gone:
+            self._env.call_later(WITHDRAWN_S, partial(self.forget, gone))
 
     def forget(self, arrays: Sequence[int]) -> None:
         """The client has deleted or donated these arrays: do not ask for them again."""
