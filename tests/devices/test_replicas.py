@@ -281,6 +281,14 @@ def test_what_is_no_longer_wanted_is_no_longer_fetched(elements: int, how: str) 
         bench.check_idle()
 
 
+def test_what_was_to_be_restored_by_an_earlier_incarnation_leaves_nothing_in_this_one() -> None:
+    bench = Bench(b=(0, 1))
+    bench.a.uploads.place = ("", 0)  # it has not joined its island
+    bench.restore((0, "b"), (1, "b"))
+    assert not bench.uploaded()
+    assert bench.a.value(ARRAY) is None
+
+
 def test_an_array_that_is_restored_twice_is_told_once() -> None:
     bench = Bench(a=(0, 1))
     bench.restore()

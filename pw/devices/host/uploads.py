@@ -207,10 +207,18 @@ class HostUploads(Part):
         self.files.read(message.source, message.spec, [box for box, _ in boxes], done)
 
     def _is_refused(self, sender: Address, array: int) -> bool:
-        if sender.node == CONTROLLER and client_of(array) not in self.clients.gone_clients:
-            return False
-        self.env.count("messages_refused")
-        return True
+        """Whether an order to bring an array back is not followed.
+
+        One for an earlier incarnation comes before this one has joined its island, and nobody would have the
+        array dropped.
+        """
+        if sender.node != CONTROLLER or client_of(array) in self.clients.gone_clients:
+            self.env.count("messages_refused")
+            return True
+        if not self.place[1]:
+            self.env.count("uploads_stale")
+            return True
+        return False
 
     def _build(
         self,
