@@ -160,10 +160,14 @@ class Life:
         return self.random.choice((1.0, 1.0, 2.0)), self.random.randrange(3)
 
     def _nodes_of(self, number: int) -> tuple[str, ...]:
-        bound = self.slices.get(number) or self.given_back.get(number)
-        hosts = () if bound is None else self.cluster.hosts_of(bound.island)
-        exporters = {deal.exporter.name for deal in self.cluster.deals.values()}
-        return (self.name, CONTROLLER, *exporters, *hosts)
+        """Return the nodes that matter to a slice, of this user or of one whose arrays it may have taken."""
+        exporters = {deal.exporter.name: deal.exporter for deal in self.cluster.deals.values()}
+        nodes = [self.name, CONTROLLER, *exporters]
+        for user in (self, *exporters.values()):
+            bound = user.slices.get(number) or user.given_back.get(number)
+            if bound is not None:
+                nodes += self.cluster.hosts_of(bound.island)
+        return tuple(nodes)
 
     def _promise(self, what: str, then: Callable[[Any, BaseException | None], None]) -> Promise:
         life = self.lives

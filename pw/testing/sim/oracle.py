@@ -64,7 +64,7 @@ class Oracle:
     """True if the client keeps the values of all that it has uploaded."""
     _ledger: Ledger
     _nodes_of: Callable[[int], tuple[str, ...]]
-    """Function that returns the nodes that matter to a slice of the client."""
+    """Function that returns the nodes that matter to a slice of the client, or of its exporters."""
     arrays: dict[int, Truth] = field(default_factory=dict)
     _copied: set[int] = field(default_factory=set)
 
