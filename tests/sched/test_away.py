@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from pw.core import messages as msg
+from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address
+from pw.sched.control.array_states import ArrayEntry
 from tests.sched import test_controller_restart as restart
 from tests.sched.test_rebuild import Cluster, X
-from tests.stages.scripted import chain
+from tests.stages.scripted import chain, split
+
+LOST = ErrorReport("HostLost", "b0 was lost")
 
 
 def away(**fields: Any) -> Cluster:
@@ -103,6 +107,24 @@ def test_what_lost_arrays_are_made_of_is_not_deleted_while_they_wait() -> None:
     cluster.world.settle()
     come_back(cluster)
     np.testing.assert_array_equal(client.value(lost), X + 2)
+
+
+def test_what_waits_for_an_array_goes_on_although_another_one_was_lost_when_it_came() -> None:
+    """As many arrays are lost as before, but not the same ones."""
+    cluster = away()
+    record = cluster.world.client(cluster.client.number)
+    spec = split(1, 2)
+    for number in (1, 2):
+        record.arrays.add(number, ArrayEntry(spec, "b", ("b0",)))
+    lose(cluster)
+    here, aside = record.away, record.stream.aside
+    assert here is not None
+    record.arrays.lose(1, LOST)
+    assert aside.sift(msg.Checkpoint(1, (1,)), here) is None
+    assert not aside.may_go_on(here)
+    record.arrays.lose(2, LOST)
+    record.arrays.bring(1, "b", ("b0",))
+    assert aside.may_go_on(here)
 
 
 def test_an_island_that_is_back_is_mended_while_another_is_away() -> None:

@@ -197,6 +197,8 @@ class ArrayTable:
         self.discarded: dict[int, ArrayEntry] = {}
         self.lost: dict[int, ArrayEntry] = {}
         """Lost arrays that the client holds, by number, the first one that was lost first."""
+        self.changes = 0
+        """How often one of the client's arrays was lost, or was not lost any more."""
         self.unannounced: dict[int, dict[str, Uploaded]] = {}
         """Reports of hosts about uploads that the client's stream has not announced, by array and host."""
         self.newest_input = 0
@@ -246,6 +248,7 @@ class ArrayTable:
         self.held[number] = array
         if array.is_lost:
             self.lost[number] = array
+            self.changes += 1
 
     def announced(self, number: int) -> dict[str, Uploaded]:
         """Note that an upload was announced; return what hosts have reported of it."""
@@ -261,16 +264,19 @@ class ArrayTable:
         array.lose(error)
         if array.is_lost:
             self.lost.setdefault(number, array)
+            self.changes += 1
         if island:
             array.hosts = ()
 
     def bring(self, number: int, island: str, hosts: tuple[str, ...]) -> None:
         """A lost array arrives once more."""
         self.lost.pop(number).bring(island, hosts)
+        self.changes += 1
 
     def replay(self, number: int, island: str, hosts: tuple[str, ...]) -> None:
         """A repeated run makes a lost array."""
         self.lost.pop(number).replay(island, hosts)
+        self.changes += 1
 
     def fail(self, numbers: Iterable[int], error: ErrorReport) -> tuple[int, ...]:
         """Fail the arrays that the client holds and that have not failed; return them."""
@@ -279,7 +285,8 @@ class ArrayTable:
             array = self.held.get(number)
             if array is not None and array.error is None:
                 array.fail(error)
-                self.lost.pop(number, None)
+                if self.lost.pop(number, None) is not None:
+                    self.changes += 1
                 failed.append(number)
         return tuple(failed)
 

@@ -53,8 +53,11 @@ class Away:
 
     @property
     def state(self) -> tuple[frozenset[int], int]:
-        """The slices that are away, and the number of lost arrays: while it stays, so does what can pass."""
-        return frozenset(self.slices), len(self.arrays.lost)
+        """The slices that are away, and how often lost arrays changed: while it stays, so does what can pass.
+
+        The second one only grows, so what was set aside between two changes is looked at too.
+        """
+        return frozenset(self.slices), self.arrays.changes
 
 
 @dataclass(slots=True, eq=False)
