@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from pw.core.errors import ErrorReport
+from pw.core.ids import session_of
 from pw.core.messages import BoxSource, OfferSource
 from pw.core.programs.program import Kind, Output, Program, ValueRef
 from pw.sched.control.array_states import ArrayEntry, ArrayTable
+from pw.sched.control.clients import Client
 from pw.sched.control.lineage import ATTEMPTS, Lineage, Record
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.control.recovery.plan import RecoveryPlan, plan_recovery
@@ -243,3 +245,15 @@ def test_two_results_keep_their_run_until_both_are_gone(donated: bool) -> None:
         lineage.add_run(3, program(), (2,), (3,))
     lineage.release([2])
     assert len(lineage) == (2 if donated else 0)
+
+
+def test_what_is_made_of_a_failed_array_fails_like_it_though_it_was_deleted_meanwhile() -> None:
+    """A client of an earlier controller has told of both; the lost one waits for its island."""
+    client = Client(session_of("client"), 1, "client")
+    client.lineage.add_known(1, SPEC)
+    client.arrays.add(1, ArrayEntry.failed(WHY))
+    client.lineage.add_run(2, program(), (1,), (2,))
+    client.arrays.add(2, ArrayEntry(SPEC, "i", ("h",)))
+    client.arrays.lose(2, ErrorReport("HostLost", "the controller was started again"))
+    client.delete((1,))
+    assert plan_recovery(client.lineage, client.arrays, {}).lost[2] == WHY

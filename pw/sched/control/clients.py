@@ -223,6 +223,9 @@ class Client:
 
     def delete(self, arrays: tuple[int, ...]) -> list[tuple[int, ArrayEntry]]:
         """Forget arrays; return those that hosts may drop now."""
+        for number in arrays:
+            if (array := self.arrays.get(number)) is not None and array.error is not None:
+                self.lineage.has_failed(number, array.error)
         self.lineage.release(arrays)
         entries = [(number, self.arrays.take(number)) for number in arrays]
         return [(n, array) for n, array in entries if array is not None and not array.awaited]

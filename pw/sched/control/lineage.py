@@ -169,6 +169,12 @@ class Lineage:
         """Only replicas can bring this array back, unless its origin is known."""
         self.origins.setdefault(array, Origin(spec, None))
 
+    def has_failed(self, array: int, error: ErrorReport) -> None:
+        """Note why an array has failed that the client lets go, and that nothing can make again."""
+        origin = self.origins.get(array)
+        if origin is not None and origin.maker is None and not origin.is_input:
+            origin.error = error
+
     def refuse_run(self, order: int) -> None:
         """A run is refused: there is nothing to remember of it."""
         self._unneeded.runs.append(order)
