@@ -753,15 +753,6 @@ def count_for_no_tenant(room: Callable[..., Any], client: int, devices: Any) -> 
     return claim
 
 
-def forget_slices_of_results(install: m.InstallProgram) -> m.InstallProgram:
-    """Return an installation in which results lie on no slice with a bound."""
-    memory = install.memory
-    if memory is None:
-        return install
-    outputs = tuple(replace(output, slice=0) for output in memory.outputs)
-    return replace(install, memory=replace(memory, outputs=outputs))
-
-
 def forget_slices_of_runs(install: m.InstallProgram) -> m.InstallProgram:
     """Return an installation in which runs take nothing on slices with a bound."""
     memory = install.memory

@@ -435,12 +435,6 @@ row(
     mishear("scheduler", m.BoundMemory, lambda it: replace(it, memory_bytes=it.memory_bytes << 9)),
     seen("bounds", 13, "bounds"),
 )
-# The results of runs do not count for their slices.
-row(
-    "count-results-for-no-slice",
-    mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_results),
-    seen("bounds", 284, "bounds", "memory"),
-)
 # Runs do not count for their slices while they are in flight.
 row(
     "count-runs-for-no-slice",
