@@ -40,10 +40,6 @@ ROUNDS = range(10**6, 10**8)
 """Numbers of first rounds. Their seeds are larger than all that `tests/sim/seeds` keeps."""
 
 
-OPEN: dict[str, int] = {}
-"""Profiles whose new seeds are not run, each with a seed that shows a fault which is not mended yet."""
-
-
 def simulator(number: int, seeds: int, profile: str = "all") -> list[str]:
     """Return the arguments of an interpreter that runs seeds of one profile, or of all."""
     first_seed = number * SEEDS
@@ -88,7 +84,7 @@ def main() -> int:
     if options.seeds:
         number = round_of_source() if number is None else number
         for profile in PROFILES.values():
-            if profile.is_open or profile.name in OPEN:
+            if profile.is_open:
                 continue
             code = run(simulator(number, options.seeds, profile.name), limit_s)
             if code != 0:

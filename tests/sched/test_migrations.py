@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pw.core import messages as msg
+from pw.core.ids import CONTROL, RESOURCES
 from pw.sched.control.migrations import COMPILED_WITHIN_S, STALLED_S
 from pw.sched.control.suspensions import HEARD_S
 from tests.stages.actors import World
@@ -151,3 +152,20 @@ def test_a_client_stays_if_the_other_island_is_lost_before_it_moves() -> None:
     assert not moving.leaves
     assert not moving.copies()
     np.testing.assert_array_equal(moving.client.value(moving.array), moving.value)
+
+
+def test_devices_that_a_client_gets_for_an_earlier_request_are_not_taken() -> None:
+    """It may leave again, or be sent elsewhere, before the controller has heard of them."""
+    moving = Moving()
+    client, world = moving.client, moving.world
+    earlier = client.bound[moving.slice]
+    client.tell(msg.SuspendClients(5))
+    world.settle()
+    moving.wait(HEARD_S + 1.0)
+    client.tell(msg.ResumeClients(6))
+    world.settle()
+    told = client.of(msg.SliceBound)
+    assert told[-1].attempt == earlier.attempt + 1
+    world.post(RESOURCES, CONTROL, earlier)
+    world.settle()
+    assert client.of(msg.SliceBound) == told

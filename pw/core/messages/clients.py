@@ -116,6 +116,8 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     """Bytes that arrays and runs of the slice may have on each of its devices; 0 for no bound."""
     together: bool = False
     """True, from the controller, to bind the slice only when all others of the client that say so have room."""
+    attempt: int = 0
+    """Number of times that the controller has asked for the slice anew."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
@@ -134,6 +136,8 @@ class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
     """Coordinates of the devices in the grid of the island; an empty tuple for one that has none."""
     topology: tuple[int, ...] = ()
     """Number of devices along each axis of the slice's block; empty if the slice has no shape."""
+    attempt: int = 0
+    """That of the request; after another one, this says nothing any more."""
 
 
 class SliceRefused(ControllerToSession, frozen=True, tag=36):

@@ -480,6 +480,7 @@ class SliceTable(Part):
             island.machine,
             tuple(places.get(position, ()) for position in positions),
             piece.request.topology or (),
+            piece.request.attempt,
         )
         self.env.send(CONTROL, bound)
         for one in self.parked:

@@ -187,11 +187,11 @@ class SliceRequests(ControlPart):
         if client is None or number not in client.slices:
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             return
-        if client.is_suspended:
+        request = client.slices.requests[number]
+        if client.is_suspended or message.attempt != request.attempt:
             return  # it was given back meanwhile
         if number in client.slices.unproven:
             client.slices.unproven.discard(number)
-            request = client.slices.requests[number]
             if not self._may_share(client, request.like):
                 alone = client.slices.requests[number] = msgspec.structs.replace(request, like=0)
                 self._env.send(RESOURCES, msg.ReleaseSlice(number))
@@ -349,20 +349,17 @@ class SliceRequests(ControlPart):
         down, client.slices.down = client.slices.down, {}
         for number in sorted(number for number in down if number in client.slices):
             had = down[number]
+            asked, moves = client.slices.requests[number], bool(island) and number in slices
+            at = (island if asked.island else None) if moves else asked.island
+            asked = msgspec.structs.replace(asked, island=at, attempt=asked.attempt + 1)
+            client.slices.requests[number] = asked
             request = msgspec.structs.replace(
-                client.slices.requests[number],
-                former_devices=had or (),
+                asked,
+                formerly=island if moves else asked.formerly,
+                former_devices=devices.get(number, ()) if moves else had or (),
                 waits=had is not None,
                 together=True,
             )
-            if island and number in slices:
-                at = island if request.island else None
-                request = msgspec.structs.replace(
-                    request, formerly=island, former_devices=devices.get(number, ()), island=at
-                )
-                client.slices.requests[number] = msgspec.structs.replace(
-                    client.slices.requests[number], island=at
-                )
             if request.like not in self._bindings:
                 request = msgspec.structs.replace(request, like=0)
             then = partial(self._env.send, RESOURCES, request)

@@ -420,7 +420,6 @@ PROFILES = {
         ),
         _lossy(
             "suspended-lost",
-            is_open=True,
             runs=80,
             suspensions=0.06,
             loops=0.1,
