@@ -74,11 +74,6 @@ def take_beyond_the_room(take: Callable[..., None], sender: Any, message: Any) -
     lease.room_bytes = room_bytes
 
 
-def ask_later(give_back: Callable[..., None], request: int, at_once: bool = False) -> None:
-    """Have the session ask when it may have forgotten the error."""
-    give_back(request)
-
-
 def lend_uncounted(set_aside: Callable[..., None], room: Any, size_bytes: int) -> None:
     """Lend memory without counting it as used."""
     room.peaks += size_bytes

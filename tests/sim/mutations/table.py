@@ -341,12 +341,6 @@ row(
     forget("client.session.lines.give_back"),
     seen("leases", 0, "liveness"),
 )
-# A client asks hosts for an array of a failed run that it has donated since.
-row(
-    "forget-why-a-run-failed",
-    wrap("client.session.lines.give_back", breakages.ask_later),
-    seen("memory", 9, "liveness"),
-)
 # A client goes on with its lease when a line is lost, and tells of it to no one.
 row(
     "overlook-a-lost-line", forget("client.session.lines.lost"), seen("leases-lost", 11, "liveness")
