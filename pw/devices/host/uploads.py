@@ -209,8 +209,8 @@ class HostUploads(Part):
     def _is_refused(self, sender: Address, array: int) -> bool:
         """Whether an order to bring an array back is not followed.
 
-        One for an earlier incarnation comes before this one has joined its island, and nobody would have the
-        array dropped.
+        One for an earlier incarnation comes before this one has joined its island, and the array would stay:
+        the controller does not know that it is here.
         """
         if sender.node != CONTROLLER or client_of(array) in self.clients.gone_clients:
             self.env.count("messages_refused")
