@@ -27,7 +27,7 @@ PARTS = (0.3, 0.5)
 """Parts of the time in which the process of the slow host is stopped."""
 PERIOD_S = 0.1
 LIMIT_S = 60.0
-NAMED_S = 30.0
+NAMED_S = 10.0
 """Seconds in which a host should be named, on a machine with a processor for each process."""
 LEAST_FACTOR = 1.1
 CALLS = 200
