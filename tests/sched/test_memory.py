@@ -174,13 +174,9 @@ def test_a_program_is_installed_again_as_before_on_the_same_devices() -> None:
     assert not is_as_before(ONE_HOST | {1: ONE_HOST[2]})
 
 
-def sent_by(send: Send) -> tuple[int, ...]:
-    return (send.slot,) if send.counts is None else (send.slot, send.counts.slot)
-
-
 def until_sent(segment: HostSegment) -> list[Instruction]:
     """The instructions of a segment; what it sends is freed at its end, as nothing says when it is read."""
-    sent = {s for i in segment.instructions if isinstance(i, Send) for s in sent_by(i)}
+    sent = {s for i in segment.instructions if isinstance(i, Send) for s in i.reads}
     done: list[Instruction] = []
     freed: list[int] = []
     for instruction in segment.instructions:
@@ -232,7 +228,7 @@ def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
                             forms.remove(form)
                             taken += [] if slot in sent else [slot]
                 case Send():
-                    sent.update(sent_by(instruction))
+                    sent.update(instruction.reads)
                 case Free():
                     for slot in held.intersection(instruction.slots):
                         add(slot, -1)
