@@ -379,12 +379,34 @@ def branch_add(x: Any) -> Any:
     return (jax.lax.cond(x[0] > 1000, lambda y: jnp.cumsum(y), lambda y: y + 1, x),)
 
 
-@on_host
-async def test_a_computation_over_several_devices_never_runs_on_the_loop(host: Host) -> None:
-    spec = spec_of(sharding=FOUR)
-    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
-    threads = await called_on(host, b"k", host.build(spec, range(8)))
-    assert threading.main_thread() not in threads
+def mean_by_hand(x: Any) -> Any:
+    mean = jax.shard_map(
+        lambda part: part + jax.lax.pmean(part, "x"),
+        mesh=AbstractMesh((4,), ("x",)),
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec("x"),
+    )
+    return (mean(x),)
+
+
+@pytest.mark.parametrize(
+    ("function", "on_loop"),
+    [(add_one, True), (lambda x: (x + x.sum(),), False), (mean_by_hand, False)],
+    ids=["alone", "partitioned", "by hand"],
+)
+def test_only_devices_that_wait_for_no_other_are_called_on_the_loop(
+    function: Callable[..., Any], on_loop: bool
+) -> None:
+    """A collective holds its caller until the other hosts have come."""
+
+    @on_host
+    async def run(host: Host) -> None:
+        spec = spec_of(sharding=FOUR)
+        assert await host.install(b"k", export(function, [spec], [spec])) is None
+        threads = await called_on(host, b"k", host.build(spec, range(8)))
+        assert (threading.main_thread() in threads) == on_loop
+
+    run()
 
 
 @on_host
@@ -426,12 +448,14 @@ async def test_what_numpy_has_to_unpack_is_not_read_on_the_loop(host: Host) -> N
 
 
 @on_host
-async def test_a_computation_with_other_hosts_never_runs_on_the_loop(host: Host) -> None:
+async def test_the_part_of_a_gang_that_exchanges_nothing_runs_on_the_loop(host: Host) -> None:
     spec = spec_of()
     assert await host.install(b"k", export(add_one, [spec], [spec])) is None
-    _, failed = host.answer()
-    threads = await called_on(host, b"k", host.build(spec, range(8)), failed=failed)
-    assert threading.main_thread() not in threads
+    broken, failed = host.answer()
+    value = host.build(spec, range(8))
+    threads = await called_on(host, b"k", value, failed=failed, guarded=True)
+    assert threads == {threading.main_thread()}
+    assert not broken.done()
 
 
 @on_host

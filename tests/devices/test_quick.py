@@ -34,7 +34,7 @@ UNLUCKY = (PROCESSOR_S * 100, CLOCK_S * 100, True)
 )
 def test_a_trial(calls: list[tuple[float, float, bool]], is_quick: bool) -> None:
     quick = Quick()
-    quick.try_out(KEY, 0)
+    quick.try_out(KEY, (0,))
     tried(quick, *calls)
     assert (KEY in quick.proven) == is_quick
     assert KEY not in quick.trials, "it is known now"
@@ -42,7 +42,7 @@ def test_a_trial(calls: list[tuple[float, float, bool]], is_quick: bool) -> None
 
 def test_what_takes_long_all_the_same_is_on_trial_again() -> None:
     quick = Quick()
-    quick.try_out(KEY, 0)
+    quick.try_out(KEY, (0,))
     tried(quick, *[FAST] * CALLS)
     quick.took(KEY, LONG_S / 2)
     assert KEY in quick.proven
@@ -54,7 +54,7 @@ def test_what_takes_long_all_the_same_is_on_trial_again() -> None:
 def test_a_key_that_is_forgotten_or_installed_again_has_proven_nothing() -> None:
     quick = Quick()
     for _ in range(2):
-        quick.try_out(KEY, 0)
+        quick.try_out(KEY, (0,))
         tried(quick, *[FAST] * CALLS)
     quick.forget(KEY)
     assert KEY not in quick.proven

@@ -47,10 +47,10 @@ class Executable(NamedTuple):
     donated: tuple[int, ...]
     """Positions of the arguments that it donates."""
     name: str
-    device: int | None = None
-    """Ordinal of its device; None if it runs on several."""
+    devices: tuple[int, ...] = ()
+    """Ordinals of this host's devices that it runs on."""
     is_straight: bool = False
-    """True if it has one device, and no loops, branches or native calls, so that calls take equally long."""
+    """True if it has no loops, branches, native calls or collectives, so that calls take equally long."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,9 @@ class Compiler:
                 if isinstance(result, Exception):
                     raise result
                 call = modules.call_of(result, computation, devices, self._layouts)
-                device = devices[0].ordinal if len(devices) == 1 else None
-                is_straight = result.is_straight and device is not None
+                own = tuple(device.ordinal for device in devices if device.host == self._host)
                 donated, name = result.facts.donated, computation.name
-                installed(result, Executable(call, donated, name, device, is_straight))
+                installed(result, Executable(call, donated, name, own, result.is_straight))
             except Exception as error:  # noqa: BLE001 - the error is the answer
                 self._completions.post(done, ErrorReport.of(error, self._host, CompileError))
 

@@ -36,7 +36,7 @@ from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, QueueThread
 from pw.devices.jax.timing import Timing
-from pw.devices.jax.values import Failures, awaited, fail, is_donated, local_devices
+from pw.devices.jax.values import Failures, awaited, fail, is_donated, is_ready, local_devices
 
 _GUARD_NAP_S = 0.001
 """Seconds by which the failure of a computation is reported later when no actor watches its results."""
@@ -85,8 +85,8 @@ class Enqueuer:
                 self._python.forget(previous.call)
             return
         self.executables[key] = executable
-        if executable.is_straight and not executable.donated and executable.device is not None:
-            self._quick.try_out(key, executable.device)
+        if executable.is_straight and not executable.donated:
+            self._quick.try_out(key, executable.devices)
 
     def execute(self, op: Execute) -> None:
         """Enqueue a computation and fill its results, with errors if it fails."""
@@ -101,7 +101,7 @@ class Enqueuer:
         The hot path: each line is paid for each computation on each host.
         """
         try:
-            call, donated, name, device, _ = self.executables[op.key]
+            call, donated, name, devices, _ = self.executables[op.key]
             if type(call) is PythonFunction:
                 return self._python.call(call, op)
             arrays = []
@@ -142,9 +142,13 @@ class Enqueuer:
         if called_s:
             self._timing.computed(op, called_s, outputs)
         if self._quick.proven and op.results:
-            self._quick.enqueued(device, op.results, outputs[-1])
+            self._quick.enqueued(devices, op.results, outputs[-1])
         if op.failed is not None and op.guarded and op.results:
-            self.guard_thread.put((op.results[-1], op.failed))
+            last = op.results[-1], op.failed
+            if is_ready(op.results[-1]):
+                self.guard(last)
+            else:
+                self.guard_thread.put(last)
         for position in donated:
             op.args[position].fail(self._failures.deleted)
         self.enqueued += 1
@@ -260,7 +264,7 @@ class Enqueuer:
         self._answers.tell(result)
 
     def guard(self, item: tuple[Value, Callable[[ErrorReport], None]]) -> None:
-        """Wait for the result of a gang computation, and report its failure; on the guard thread."""
+        """Wait for the result of a gang computation, and report its failure."""
         value, failed = item
         array = value.payload
         if array is None:

@@ -28,7 +28,7 @@ from pw.processes.kept_files import KeptFiles, cache_folder
 LIMIT_BYTES = 2 << 30
 """Bytes of the folder at most; a larger one loses the executables that were used longest ago."""
 
-_FORMAT = 3
+_FORMAT = 4
 """Version of the files; it grows when a file holds something else."""
 
 

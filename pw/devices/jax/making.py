@@ -26,7 +26,7 @@ from pw.core.platforms import platform_of
 from pw.core.programs.stablehlo import CALLS, Facts, Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
 from pw.devices.jax.callbacks import Results, calls_in
-from pw.devices.jax.modules import compiled, facts_of, options_of, parsed
+from pw.devices.jax.modules import communicates, compiled, facts_of, options_of, parsed
 from pw.devices.jax.vetting import vet
 
 
@@ -41,6 +41,7 @@ class ExecutableFacts(msgspec.Struct, frozen=True, array_like=True):
     """Properties of an executable that JAX does not say of it."""
 
     is_straight: bool
+    """True if it has no loops, branches, native calls or collectives."""
     needs_lapack: bool
     partitions: int
     facts: Facts
@@ -85,7 +86,11 @@ def make(
         executable = compiled(module, options, physical, functions(calls))
     facts = facts_of(executable, physical)
     details = ExecutableFacts(
-        vetted.is_straight, vetted.needs_lapack, options.num_partitions, facts, tuple(calls.items())
+        vetted.is_straight and not communicates(executable),
+        vetted.needs_lapack,
+        options.num_partitions,
+        facts,
+        tuple(calls.items()),
     )
     return details, executable
 

@@ -65,6 +65,12 @@ _ALIASED = re.compile(r": \((\d+), \{")
 _DONORS = re.compile(r"\bbuffer_donor=\{(.*?) \}")
 _DONOR = re.compile(r"\((\d+), \{")
 
+_COLLECTIVE = re.compile(
+    r" (?:all-gather|all-reduce|all-to-all|collective-\w+|ragged-all-to-all|recv|reduce-scatter|send)"
+    r"(?:-start)?\("
+)
+"""An operation in the text of a compiled module that exchanges values between devices."""
+
 Call = Callable[..., Sequence[jax.Array]]
 
 _TOKEN = "token"
@@ -85,7 +91,7 @@ class Module:
         self.executable = executable
         self.facts = facts
         self.is_straight = is_straight
-        """True if the module has no loops, branches or native calls."""
+        """True if the module has no loops, branches, native calls or collectives."""
         self.calls_back = calls_back
         """True if the module may call functions of its client."""
         self.raised = raised
@@ -221,6 +227,11 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
             ("xla_gpu_shard_autotuning", False),
         ]
     return options
+
+
+def communicates(executable: Any) -> bool:
+    """Whether the devices of a compiled module exchange values, as the partitioner has arranged it."""
+    return any(_COLLECTIVE.search(module.to_string()) for module in executable.hlo_modules())
 
 
 def facts_of(executable: Any, devices: Sequence[jax.Device]) -> Facts:

@@ -1,10 +1,10 @@
 """Decides which computations the loop runs itself, because they take less time than a change of threads.
 
-A computation is *straight* if it runs on one device and has no loops, branches or native calls:
-each call takes about as long as the next. An installed straight computation is on trial for some
-calls. It proves quick if every call of the trial had ended when it returned, and the fastest call
-took less than two changes of threads, both in processor time of the caller and on the clock (other
-threads may work for it).
+A computation is *straight* if it has no loops, branches or native calls, and its devices tell each other
+nothing: each call takes about as long as the next, on each host of a gang alone. An installed straight
+computation is on trial for some calls. It proves quick if every call of the trial had ended when it
+returned, and the fastest call took less than two changes of threads, both in processor time of the
+caller and on the clock (other threads may work for it).
 
 JAX accepts 32 computations on a device and then blocks the caller. The loop must not block, so it
 runs nothing on a device while the newest computation there has not ended.
@@ -42,7 +42,7 @@ SOON_S = 100e-6
 class _Trial:
     """The calls of a trial so far."""
 
-    device: int
+    devices: tuple[int, ...]
     calls: int = 0
     ended: int = 0
     """Calls whose results were ready when they returned."""
@@ -57,20 +57,19 @@ class Quick:
     def __init__(self) -> None:
         self.trials: dict[bytes, _Trial] = {}
         """Computations on trial, whose calls are timed (`tried`)."""
-        self.proven: dict[bytes, int] = {}
-        """The device of each quick computation."""
+        self.proven: dict[bytes, tuple[int, ...]] = {}
+        """The devices of this host that each quick computation runs on."""
         self._came_s = -math.inf
-        self._newest: dict[int | None, ref[Value] | None] = {}
-        """The last result enqueued on each device alone, or on several (None); None if it has ended.
+        self._newest: dict[int, ref[Value] | None] = {}
+        """The last result enqueued on each device; None if it has ended.
 
-        Kept while any computation is quick. When the first proves quick, it has ended on its
-        device, and so
-        has everything enqueued there before."""
+        Kept while any computation is quick. When the first proves quick, it has ended on its devices,
+        and so has everything enqueued there before."""
 
-    def try_out(self, key: bytes, device: int) -> None:
-        """Begin the trial of a straight computation that has been installed."""
+    def try_out(self, key: bytes, devices: tuple[int, ...]) -> None:
+        """Begin the trial of a straight computation that has been installed, on these devices of the host."""
         self.proven.pop(key, None)
-        self.trials[key] = _Trial(device)
+        self.trials[key] = _Trial(devices)
 
     def forget(self, key: bytes) -> None:
         """Forget a computation that is not installed any more."""
@@ -89,16 +88,18 @@ class Quick:
         if trial.calls == CALLS:
             del self.trials[key]
             if trial.ended == CALLS and trial.processor_s < PROCESSOR_S and trial.clock_s < CLOCK_S:
-                self.proven[key] = trial.device
+                self.proven[key] = trial.devices
 
     def took(self, key: bytes, clock_s: float) -> None:
         """Record the time of a call of a quick computation."""
         if clock_s > LONG_S:
             self.try_out(key, self.proven[key])
 
-    def enqueued(self, device: int | None, results: Sequence[Value], array: Any) -> None:
-        """Record the results of a computation on `device`, the last of which is `array`."""
-        self._newest[device] = None if array.is_ready() else ref(results[-1])
+    def enqueued(self, devices: tuple[int, ...], results: Sequence[Value], array: Any) -> None:
+        """Record the results of a computation on these devices, the last of which is `array`."""
+        newest = None if array.is_ready() else ref(results[-1])
+        for device in devices:
+            self._newest[device] = newest
 
     def comes_alone(self, now_s: float) -> bool:
         """Whether the computation that comes now does not follow closely on the one before it."""
@@ -107,21 +108,21 @@ class Quick:
 
     def may_run(self, op: Execute) -> bool:
         """Whether the loop may run this computation now, without waiting for anything."""
-        device = self.proven.get(op.key)
-        if device is None or op.failed is not None:
+        devices = self.proven.get(op.key)
+        if devices is None:
             return False
         try:
             for value in op.args:
                 if not is_ready(value):
                     return False
-            for where in (device, None):
-                newest = self._newest.get(where)
+            for device in devices:
+                newest = self._newest.get(device)
                 if newest is None:
                     continue
                 last = newest()
                 if last is None or not is_ready(last):
                     return False
-                self._newest[where] = None
+                self._newest[device] = None
             return True
         except Exception:  # noqa: BLE001 - something has failed: the execute thread will find out
             return False
