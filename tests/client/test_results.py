@@ -11,9 +11,9 @@ import pytest
 
 from pw.client.connection import results
 from pw.client.connection.runtime import Runtime
-from pw.client.session.thread_messages import Await, Tell, reject, resolve
+from pw.client.session.thread_messages import Await, Get, Tell, reject, resolve
 from pw.core.errors import HostLost
-from pw.core.messages import Run
+from pw.core.messages import INLINE_BYTES, Run
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from tests.stages.scripted_thread import Scripted
 
@@ -46,6 +46,16 @@ class Script:
         assert isinstance(tell, Tell)
         assert isinstance(tell.message, Run)
         return next((note for note in asked if isinstance(note, Await)), None)
+
+    def value_asked_with_run(self) -> Get | None:
+        """The question for a value that the newest run was sent with."""
+        return next((note for note in self._notes[1:2] if isinstance(note, Get)), None)
+
+    def read(self, array: int) -> tuple[Future[Any], bool]:
+        """Begin to read an array; returns the future, and whether that is a question of its own."""
+        before = len(self._notes)
+        future = self.runtime.fetch(array, SPEC)
+        return future, len(self._notes) > before
 
     def wait(self, array: int) -> tuple[Future[Any], bool]:
         """Wait for an array; returns the future, and whether that is a question of its own."""
@@ -121,6 +131,57 @@ def test_a_thread_that_waits_some_runs_behind_asks_with_each_run(
         assert script.asked_with_run() == [made[-1][1]]
     script.run(F)
     assert script.asked_with_run() == [], "no thread has waited"
+
+
+def test_the_next_run_asks_for_the_value_that_was_read(script: Script) -> None:
+    made = script.run(F)
+    assert script.read(made[1])[1]
+    for step in range(3):
+        made = script.run(F)
+        note = script.value_asked_with_run()
+        assert note is not None
+        assert note.array == made[1]
+        future, is_own = script.read(made[1])
+        assert not is_own
+        value = np.full(4, step, np.float32)
+        resolve(note.parts, [(((0, 4),), value)])
+        np.testing.assert_array_equal(future.result(0), value)
+
+
+def test_a_thread_that_waits_and_then_reads_asks_once(script: Script) -> None:
+    made = script.run(F)
+    script.wait(made[0]), script.read(made[0])
+    for _ in range(3):
+        made = script.run(F)
+        note = script.value_asked_with_run()
+        assert note is not None
+        waiting, is_own = script.wait(made[0])
+        assert not is_own
+        resolve(note.parts, [(((0, 4),), np.zeros(4, np.float32))])
+        assert waiting.done()
+        assert not script.read(made[0])[1]
+
+
+def test_what_a_thread_has_done_last_decides_what_the_next_run_asks(script: Script) -> None:
+    script.read(script.run(F)[0])
+    made = script.run(F)
+    assert script.value_asked_with_run() is not None
+    script.wait(made[0])
+    made = script.run(F)
+    assert script.asked_with_run() == [made[0]]
+    assert script.read(made[0])[1], "it was only asked whether it is ready"
+    script.run(F)
+    assert script.value_asked_with_run() is not None
+    script.run(F)
+    assert script.value_asked_with_run() is None, "no thread has read it"
+
+
+def test_large_values_are_not_asked_for_ahead(script: Script) -> None:
+    large = ArraySpec((INLINE_BYTES,), "float32", Sharding((), ()), Placement(1, (0,)))
+    for _ in range(2):
+        made = script.run(F)
+        assert script.value_asked_with_run() is None
+        script.runtime.fetch(made[0], large)
 
 
 @pytest.mark.parametrize("here", [False, True])

@@ -903,6 +903,62 @@ def test_a_leased_launch_asks_for_the_result(lent: tuple[Bench, Wires]) -> None:
     assert ready.result(0) is None
 
 
+def run_and_read(bench: Bench, run: int, arg: int, made: int) -> Future[Any]:
+    """Launch program 5 under the lease, and ask for the value of its result."""
+    future: Future[Any] = Future()
+    assert bench.session.leases.launch(run, 5, (arg,), (made,), Get(made, ONE, future))
+    bench.note(TellLaunched())
+    return future
+
+
+def test_a_leased_launch_asks_for_the_value(lent: tuple[Bench, Wires]) -> None:
+    bench, wires = lent
+    read = run_and_read(bench, 21, X, Y)
+    (launch,) = wires.take(msg.LeasedLaunch)
+    assert (launch.awaited, launch.positions) == (Y, (0,))
+    assert not wires.take(msg.Fetch)
+    value = np.arange(ONE.size_bytes, dtype=np.uint8)
+    wires.answer(msg.Fetched(launch.request, value.tobytes()))
+    ((box, part),) = read.result(0)
+    assert box == ONE.box(0)
+    assert part.tobytes() == value.tobytes()
+
+
+def test_the_session_asks_for_a_value_that_is_ready_where_the_launch_was_ignored(
+    lent: tuple[Bench, Wires],
+) -> None:
+    bench, wires = lent
+    read = run_and_read(bench, 21, X, Y)
+    (launch,) = wires.take(msg.LeasedLaunch)
+    wires.answer(msg.Ready(launch.request))
+    assert not read.done()
+    (fetch,) = bench.asked("a", msg.Fetch)
+    assert fetch.array == Y
+
+
+def test_only_the_hosts_of_a_result_are_asked_for_it() -> None:
+    """The others would keep the question, as none of their launches makes the array."""
+    bench = Bench(hosts=("a", "b"))
+    wires = Wires(bench)
+    bench.tell(msg.Attached(1, b"ticket", 8, ("east",), line_ticket=b"another"))
+    bench.note(Meet(("a", "b")))
+    for host, wait in zip(("a", "b"), wires.take(msg.Wait), strict=True):
+        wires.answer(msg.Ready(wait.request), host)
+    run_and_wait(bench, 20, b"x" * 64, X)
+    step = (msg.LaunchStep(0, True),)
+    program = msg.LentProgram(5, 1, (step, step))
+    bench.tell(msg.Lent(3, 1, ("a", "b"), (program,), 0, 100, 20))
+    wires.sent.clear()
+    is_launched, ready = run_and_wait(bench, 21, X, Y)
+    assert is_launched
+    asked = {host: message.request for host, message in wires.sent}
+    assert sorted(asked) == ["a", "b"]
+    assert bool(asked["a"])
+    assert not asked["b"]
+    wires.answer(msg.Ready(asked["a"]))
+    assert ready.done()
+
+
 def test_a_lease_begins_when_there_are_lines() -> None:
     bench = Bench(hosts=("a",))
     wires = Wires(bench)

@@ -176,6 +176,11 @@ def test_requests_wait_for_the_launch_and_are_answered_once() -> None:
     bench.check_empty()
 
 
+def question(number: int, array: int, *positions: int) -> msg.LeasedLaunch:
+    """A launch that makes an array, and asks for it."""
+    return msg.LeasedLaunch(1, 1, 0, 1, 1, 1, (), (), (array,), number, array, positions)
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_request_with_its_launch_is_answered_as_soon_as_the_value_is_there(
     monkeypatch: pytest.MonkeyPatch, at_once: bool
@@ -185,18 +190,53 @@ def test_a_request_with_its_launch_is_answered_as_soon_as_the_value_is_there(
     asked: list[object] = []
     submit = bench.backend.submit
     monkeypatch.setattr(bench.backend, "submit", lambda ops: (asked.extend(ops), submit(ops)))
-    at = session_of("c")
-    bench.store.requests.wait_with_launch(at, 2, ARRAY)  # the launch was ignored
+    at, answer = session_of("c"), bench.store.requests.answer_launch
+    answer(at, question(2, ARRAY), False)  # the launch was ignored
     assert bench.answers() == []
     bench.launch()
     assert bench.answers() == [msg.Ready(2)]
     asked.clear()
     bench.launch(client_id(1, 6))
-    bench.store.requests.wait_with_launch(at, 3, client_id(1, 6))
+    answer(at, question(3, client_id(1, 6)), False)
     assert bench.answers() == [msg.Ready(2), msg.Ready(3)]
     assert bool(asked) is not at_once
-    bench.store.requests.wait_with_launch(at, 4, client_id(2, 1))
+    answer(at, question(4, client_id(2, 1)), False)
     assert bench.failed() == {4: "NotOwner"}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_the_value_comes_with_the_answer_to_its_launch(
+    monkeypatch: pytest.MonkeyPatch, is_there: bool, is_quick: bool
+) -> None:
+    bench = Bench()
+    views = [X] if is_quick else None
+    monkeypatch.setattr(bench.backend, "read_now", lambda op: views, raising=False)
+    asked: list[object] = []
+    submit = bench.backend.submit
+    monkeypatch.setattr(bench.backend, "submit", lambda ops: (asked.extend(ops), submit(ops)))
+    bench.launch()
+    bench.store.requests.answer_launch(session_of("c"), question(2, ARRAY, 0), is_there)
+    assert bench.answers() == [msg.Fetched(2, X.tobytes())]
+    assert bool(asked) is not (is_there and is_quick)
+
+
+def test_of_an_ignored_launch_the_host_says_only_that_the_value_is_ready() -> None:
+    """It does not know how the array is sharded; the client asks again."""
+    bench = Bench()
+    bench.store.requests.answer_launch(session_of("c"), question(2, ARRAY, 0), False)
+    assert bench.answers() == []
+    bench.launch()
+    assert bench.answers() == [msg.Ready(2)]
+
+
+def test_shards_that_are_elsewhere_are_not_read() -> None:
+    bench = Bench()
+    bench.launch()
+    for number, position in enumerate((1, 77, -1), 2):
+        launch = question(number, ARRAY, position)
+        bench.store.requests.answer_launch(session_of("c"), launch, True)
+    assert bench.failed() == dict.fromkeys((2, 3, 4), "ArgumentError")
 
 
 def test_a_failed_array_fails_its_requests_with_its_error() -> None:

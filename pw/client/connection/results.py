@@ -22,6 +22,7 @@ from pw.client.connection.waiting import Fetching, Waiting
 from pw.client.display.advice import LARGE_BYTES, WAITS, Habits
 from pw.client.display.live import About
 from pw.client.session.thread_messages import Await, Get
+from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
 
 PROGRAMS = 1024
@@ -37,6 +38,8 @@ class _Awaited:
     position: int
     """Among the results of its program."""
     spec: ArraySpec
+    is_value: bool
+    """True if a thread has read the value of such a result, and not only waited for it."""
     is_wanted: bool = True
     """True if a thread has waited for such a result since the last run."""
     open: int = 0
@@ -77,16 +80,25 @@ class Results:
         self._waits = 0
         self.awaited: dict[int, _Awaited] = {}
         """Result that threads wait for of the runs of each program."""
-        self._ahead: dict[int, tuple[Waiting[None], _Awaited]] = {}
+        self._ahead: dict[int, tuple[Waiting[Any], _Awaited]] = {}
         """The futures of results that were asked for with their runs, until a thread waits for them."""
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """Return the future of the whole value, which hosts send to this process."""
+        if spec.size_bytes <= INLINE_BYTES:
+            with self._lock:
+                asked = self._asked_ahead(array, spec, is_value=True)
+            if isinstance(asked, Fetching):
+                return asked
+        future = self._make_fetching(array, spec)
+        self._ask_hosts(Get(array, spec, future))
+        return future
+
+    def _make_fetching(self, array: int, spec: ArraySpec) -> Fetching:
         about = partial(self._about, ((array, spec),))
         came = self._habits.fetched if spec.size_bytes >= LARGE_BYTES else None
         future = Fetching(spec, self._ask.in_the_way, about, self.show_output, self, came)
         future.array = array
-        self._ask_hosts(Get(array, spec, future))
         return future
 
     def fetch_shards(self, array: int, spec: ArraySpec, positions: tuple[int, ...]) -> Future[Any]:
@@ -99,26 +111,39 @@ class Results:
         """Return a future that is settled when all arrays are ready; it fails with the first error."""
         wanted = tuple(arrays)
         if len(wanted) == 1:
-            array, spec = wanted[0]
             with self._lock:
-                if (ahead := self._ahead.pop(array, None)) is not None:
-                    future, awaited = ahead
-                    awaited.is_wanted = True
-                    awaited.open -= 1
-                    if not (future.is_settled and future.exception()):
-                        return future
-                if (place := self._credits.place(array)) is not None:
-                    asked = self.awaited.get(place[0])
-                    if asked is None or not asked.open:
-                        self.awaited[place[0]] = _Awaited(place[1], spec)
-                    elif asked.position == place[1]:
-                        asked.is_wanted = True
-                    # Some were released before a thread waited.
-                    if len(self.awaited) > PROGRAMS:
-                        self.forget(next(iter(self.awaited)))
+                asked = self._asked_ahead(*wanted[0], is_value=False)
+            if asked is not None:
+                return asked
         future = self.make_future(wanted)
         self._ask_hosts(Await(wanted, future))
         return future
+
+    def _asked_ahead(self, array: int, spec: ArraySpec, *, is_value: bool) -> Waiting[Any] | None:
+        """Return the future of a result that was asked for with its run, if it serves this thread.
+
+        Notes that a thread waits for it, or reads its value, so that the next run asks. Needs the lock.
+        """
+        if (ahead := self._ahead.get(array)) is not None:
+            future, asking = ahead
+            asking.is_wanted, asking.is_value = True, is_value
+            has_value = isinstance(future, Fetching)
+            if is_value or not has_value:
+                del self._ahead[array]
+                asking.open -= 1
+            serves = (has_value or not is_value) and not (future.is_settled and future.exception())
+            return future if serves else None
+        if (place := self._credits.place(array)) is not None:
+            program, position = place
+            awaited = self.awaited.get(program)
+            if awaited is None or not awaited.open:
+                self.awaited[program] = _Awaited(position, spec, is_value)
+            elif awaited.position == position:
+                awaited.is_wanted, awaited.is_value = True, is_value
+            # Some were released before a thread waited.
+            if len(self.awaited) > PROGRAMS:
+                self.forget(next(iter(self.awaited)))
+        return None
 
     def ask(self, array: tuple[int, ArraySpec]) -> Future[None]:
         """Do as `wait` for one array, but do not take it for what a thread reads after each run."""
@@ -131,7 +156,7 @@ class Results:
             self._check_alive()
             self._thread.ask(note)
 
-    def ask_ahead(self, program: int, results: Sequence[int]) -> Await | None:
+    def ask_ahead(self, program: int, results: Sequence[int]) -> Await | Get | None:
         """Ask for a result together with its run, if a thread has waited for such a result since the last one.
 
         Needs the session's lock, and that the program is one of `awaited`.
@@ -142,13 +167,17 @@ class Results:
             return None
         awaited.is_wanted = False
         awaited.open += 1
-        array = results[awaited.position]
-        wanted = ((array, awaited.spec),)
-        future = self.make_future(wanted)
-        self._ahead[array] = future, awaited
+        array, spec = results[awaited.position], awaited.spec
+        note: Await | Get
+        if awaited.is_value:
+            fetching = self._make_fetching(array, spec)
+            self._ahead[array], note = (fetching, awaited), Get(array, spec, fetching)
+        else:
+            future = self.make_future(((array, spec),))
+            self._ahead[array], note = (future, awaited), Await(((array, spec),), future)
         if len(self._ahead) > AHEAD:
             self._ahead.pop(next(iter(self._ahead)))[1].open -= 1
-        return Await(wanted, future)
+        return note
 
     def forget(self, program: int) -> None:
         """Forget a program that is released; needs the session's lock."""

@@ -34,9 +34,9 @@ class SessionThread(Protocol):
         program: int,
         args: tuple[int | bytes, ...],
         results: tuple[int, ...],
-        wanted: Await | None,
+        wanted: Await | Get | None,
     ) -> None:
-        """Have a program run, and wait for a result if that is `wanted`; from any thread with the lock."""
+        """Have a program run, and ask for a result if one is `wanted`; from any thread with the lock."""
 
     def put(self, note: Put) -> None:
         """Upload a value; from any thread with the session's lock."""

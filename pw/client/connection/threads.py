@@ -248,9 +248,9 @@ class SessionOnNode:
         program: int,
         args: tuple[int | bytes, ...],
         results: tuple[int, ...],
-        wanted: Await | None,
+        wanted: Await | Get | None,
     ) -> None:
-        """Have a program run, and wait for a result if that is `wanted`; from any thread with the lock."""
+        """Have a program run, and ask for a result if one is `wanted`; from any thread with the lock."""
         leases, work = self._leases, self._work
         if program in leases.programs and not work.is_at_work:
             work.is_at_work = True

@@ -18,16 +18,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pw.client.session.hosts import Hosts
 from pw.client.session.journaling import KEEP_LEASES, JournalingEnv
-from pw.client.session.lines import Lines
-from pw.client.session.thread_messages import LOCKED_S, Allocate, Ask, Await, Forget, Put, Tell
+from pw.client.session.lines import Lines, SmallValue
+from pw.client.session.thread_messages import LOCKED_S, Allocate, Ask, Await, Forget, Get, Put, Tell
 from pw.core import messages as msg
 from pw.core.actors.actor import Part, handles
 from pw.core.ids import Address, arrays_in, executor_of
-from pw.core.sharding import ArraySpec
+from pw.core.sharding import ArraySpec, Box
+
+_NO_QUESTION: tuple[int, int, tuple[int, ...]] = (0, 0, ())
+"""The question of a launch that asks for nothing (`LeasedLaunch`)."""
 
 RECENT = 64
 """Newest runs without a lease that are remembered: their arrays are on the hosts when a lease begins."""
@@ -68,19 +71,39 @@ class _Lease:
         return 2 * (self.used_bytes - self.reported_bytes) > self.room_bytes - self.reported_bytes
 
 
+class _LaunchForm(NamedTuple):
+    """A launch as some hosts get it."""
+
+    steps: tuple[msg.LaunchStep, ...]
+    executors: list[Address]
+    is_asked: bool = False
+    """True if these hosts are asked for a result."""
+
+
+class _ResultQuestion(NamedTuple):
+    """How launches of a program ask for a result."""
+
+    note: type[Await | Get]
+    spec: ArraySpec
+    hosts: frozenset[str]
+    """The hosts that are asked; none if launches cannot ask."""
+    positions: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    forms: Sequence[_LaunchForm]
+
+
 @dataclass(slots=True)
 class _Template:
     """What does not change from one launch of a program to the next."""
 
     lease: _Lease
     install: int
-    sends: list[tuple[tuple[msg.LaunchStep, ...], list[Address]]]
-    """Steps of a launch, with the executors of the hosts that do them."""
+    forms: Sequence[_LaunchForm]
     hosts: frozenset[str]
     room_bytes: int
     """Bytes on each device that a run takes of the lease's memory."""
-    asks: tuple[ArraySpec | None, frozenset[str]] = (None, frozenset())
-    """The spec of the result that was waited for last, and the hosts that a launch asks for it."""
+    asking: _ResultQuestion | None = None
+    """How launches ask for the result that was asked for last."""
 
 
 @dataclass(eq=False, repr=False)
@@ -121,9 +144,9 @@ class Leases(Part):
         program: int,
         args: tuple[int | bytes, ...],
         results: tuple[int, ...],
-        wanted: Await | None,
+        wanted: Await | Get | None,
     ) -> bool:
-        """Launch a run, and wait for a result if that is `wanted`; False if nothing was done."""
+        """Launch a run, and ask for a result if one is `wanted`; False if nothing was done."""
         template, wires = self.programs.get(program), self._lines.wires
         if template is None or wires is None:
             return False
@@ -135,17 +158,16 @@ class Leases(Part):
         for arg in args:
             if type(arg) is int and arg not in on_hosts:
                 return False
-        request = awaited = 0
+        forms, question, unasked = template.forms, _NO_QUESTION, wanted
         if wanted is not None:
-            ((awaited, spec),) = wanted.arrays
-            if template.asks[0] is not spec:
-                holders = self._lines.holders(spec)
-                template.asks = spec, holders if holders <= template.hosts else frozenset()
-            if template.asks[1]:
-                request = self._lines.begin(wanted, template.asks[1])
+            array, asking = self._asking(template, wanted)
+            if asking.hosts:
+                request = self._lines.begin(wanted, asking.hosts, asking.boxes)
+                question = request, array, asking.positions
+                forms, unasked = asking.forms, None
         lease.index, lease.used_bytes = index + 1, used_bytes
         self._env.launched(msg.Run(run, program, args, results, lease.number, index))
-        for steps, executors in template.sends:
+        for steps, executors, is_asked in forms:
             launch = msg.LeasedLaunch(
                 lease.epoch,
                 lease.number,
@@ -156,18 +178,42 @@ class Leases(Part):
                 steps,
                 args,
                 results,
-                request,
-                awaited if request else 0,
+                *(question if is_asked else _NO_QUESTION),
             )
             wires.tell(executors, launch)
-        if wanted is not None and not request:
-            self._lines.ask_somehow(wanted)
+        if unasked is not None:
+            self._lines.ask_somehow(unasked)
         on_hosts.update(results)
         if program in self._donated:
             on_hosts.difference_update(self._donate(program, args))
         if template.room_bytes and lease.is_short:
             lease.reported_bytes, self.is_short = used_bytes, True
         return True
+
+    def _asking(self, template: _Template, wanted: Await | Get) -> tuple[int, _ResultQuestion]:
+        """Return the array that is wanted, and how launches ask for such a result."""
+        if isinstance(wanted, Get):
+            array, spec = wanted.array, wanted.spec
+        else:
+            ((array, spec),) = wanted.arrays
+        asking, note = template.asking, type(wanted)
+        if asking is None or asking.spec is not spec or asking.note is not note:
+            hosts, small = self._lines.holders(spec), None
+            if isinstance(wanted, Get):
+                small = self._lines.small_value(spec)
+                hosts = hosts.intersection(() if small is None else (small.host,))
+            if not hosts <= template.hosts:
+                hosts = frozenset()
+            _, positions, boxes = small or SmallValue("", (), ())
+            forms = []
+            for steps, executors, _ in template.forms:
+                for is_asked in (True, False):
+                    some = [one for one in executors if (one.node in hosts) == is_asked]
+                    if some:
+                        forms.append(_LaunchForm(steps, some, is_asked))
+            asking = _ResultQuestion(note, spec, hosts, positions, boxes, forms)
+            template.asking = asking
+        return array, asking
 
     def _donate(self, program: int, args: Sequence[int | bytes]) -> list[int]:
         """Forget the uploads that are donated to a run, and return its donated arrays."""
@@ -296,7 +342,11 @@ class Leases(Part):
                 alike.setdefault(steps, []).append(executor_of(host))
                 hosts.add(host)
             self.programs[program.program] = _Template(
-                lease, program.install, list(alike.items()), frozenset(hosts), program.room_bytes
+                lease,
+                program.install,
+                [_LaunchForm(*each) for each in alike.items()],
+                frozenset(hosts),
+                program.room_bytes,
             )
 
     @handles(msg.RunFailed)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -75,7 +75,16 @@ class _LineQuery(msgspec.Struct, eq=False):
 
     note: Await | Get
     missing: set[str]
-    boxes: list[Box] = []
+    boxes: Sequence[Box] = ()
+
+
+class SmallValue(NamedTuple):
+    """Where one host has a whole small value."""
+
+    host: str
+    positions: tuple[int, ...]
+    """Mesh positions of the shards."""
+    boxes: tuple[Box, ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -171,10 +180,13 @@ class Lines(Part):
             entry = self._holders[id(spec)] = spec, frozenset(one.host for one in devices)
         return entry[1] if entry[1] <= self.open else frozenset()
 
-    def begin(self, note: Await, hosts: Collection[str]) -> int:
-        """Wait for arrays whose launch asks these hosts for them; returns the number of the question."""
+    def begin(self, note: Await | Get, hosts: Collection[str], boxes: Sequence[Box] = ()) -> int:
+        """Wait for the answers of these hosts; returns the number of the question that they get.
+
+        The answer to `Get` has these `boxes`.
+        """
         self._next += 1
-        self._queries[self._next] = _LineQuery(note, set(hosts))
+        self._queries[self._next] = _LineQuery(note, set(hosts), boxes)
         return self._next
 
     def ask(self, note: Await | Get) -> bool:
@@ -214,23 +226,28 @@ class Lines(Part):
         if hosts and not hosts <= self.open.union(self._meeting.values()):
             self._ask_session(Meet(tuple(sorted(hosts))))
 
-    def _fetch(self, note: Get) -> tuple[msg.Fetch, frozenset[str]] | None:
-        """Return the question for a small value that one host has, and that host."""
-        spec, devices = note.spec, self._hosts.devices(note.spec)
-        if note.positions or devices is None or spec.size_bytes > msg.INLINE_BYTES:
+    def small_value(self, spec: ArraySpec) -> SmallValue | None:
+        """Return what to ask one host for a whole small value; None if no single host has it."""
+        devices = self._hosts.devices(spec)
+        if devices is None or spec.size_bytes > msg.INLINE_BYTES:
             return None
         chosen = cover(spec, devices)
         if len(chosen) != 1:
             return None
         ((host, positions),) = chosen.items()
-        boxes = [spec.box(position) for position in positions]
+        boxes = tuple([spec.box(position) for position in positions])
         _, total = packed_offsets([box_bytes(box, spec.dtype) for box in boxes])
-        if total > msg.INLINE_BYTES:
+        return SmallValue(host, tuple(positions), boxes) if total <= msg.INLINE_BYTES else None
+
+    def _fetch(self, note: Get) -> tuple[msg.Fetch, frozenset[str]] | None:
+        """Return the question for a small value that one host has, and that host."""
+        spec, devices = note.spec, self._hosts.devices(note.spec)
+        small = None if note.positions else self.small_value(spec)
+        if small is None or devices is None:
             return None
-        self._next += 1
-        self._queries[self._next] = _LineQuery(note, {host}, boxes)
-        where = tuple(positions)
-        return msg.Fetch(self._next, note.array, spec, devices, where, None), frozenset((host,))
+        host, positions, boxes = small
+        request = self.begin(note, (host,), boxes)
+        return msg.Fetch(request, note.array, spec, devices, positions, None), frozenset((host,))
 
     # --- answers -------------------------------------------------------------------------------------
 
@@ -242,6 +259,9 @@ class Lines(Part):
             if query is None:
                 if self._meeting.pop(message.request, None) == host:
                     self.open.add(host)
+                return
+            if type(query.note) is Get:  # the host knew nothing of the launch that asked
+                self.give_back(message.request)
                 return
             query.missing.discard(host)
             if not query.missing and self._queries.pop(message.request, None) is not None:

@@ -110,8 +110,10 @@ class LeasedLaunch(ClientToExecutor, frozen=True, tag=193):
     args: RunArguments
     results: ManyArrays
     request: Count = 0
-    """Number of the `Wait` by which the client waits for `awaited`; 0 if it does not."""
+    """Number of the question for the result `awaited`; 0 without one."""
     awaited: int = 0
+    positions: tuple[int, ...] = ()
+    """Mesh positions of the shards that the client wants, as in `Fetch`; none if it only waits."""
 
 
 class WidenLease(ControllerToExecutor, frozen=True, tag=199):

@@ -39,6 +39,9 @@ DoneInstalling = Callable[[ErrorReport | int | None], None]
 """Called on the loop thread with an error, or with the bytes that the computation takes on each of
 its devices besides arguments and results; None if that is not known."""
 
+DoneReading = Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
+"""Called with the views that a read has asked for."""
+
 DoneCompiling = Callable[[Facts | str | dict[str, float] | ErrorReport], None]
 """Called on the loop thread with an error, or with what was asked for."""
 
@@ -194,7 +197,7 @@ class Read:
     boxes: Sequence[tuple[int, Box]]
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
-    done: Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
+    done: DoneReading
     urgent: bool = False
     """The next computation waits for the answer."""
 
@@ -277,6 +280,9 @@ class Backend(Protocol):
 
     def is_there(self, value: Value) -> bool:
         """Whether a value is ready, without an error, as far as that is known at once."""
+
+    def read_now(self, op: Read) -> list[np.ndarray[Any, Any]] | None:
+        """Return what `op` asks of a value that is there; None if that takes time, or fails."""
 
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]

@@ -84,8 +84,7 @@ class HostExecutor(Actor):
             self.programs,
             store.clients,
             self._do,
-            store.requests.wait_with_launch,
-            store.requests.send,
+            store.requests.answer_launch,
             self.receive,
         )
         self.direct = Direct(

@@ -78,10 +78,8 @@ class HostLeases(Part):
     clients: Clients
     launch: Callable[[msg.Launch], bool]
     """Does a launch whose turn it is; returns whether its results are there."""
-    wait: Callable[[Address, int, int], None]
-    """Answers a request of the client when an array is ready."""
-    answer: Callable[[Address, msg.Ready], None]
-    """Answers it now."""
+    answer: Callable[[Address, msg.LeasedLaunch, bool], None]
+    """Answers the question of a launch when the result is there, as it may be now."""
     receive: Callable[[Address, Any], None]
     """Handles a message of the scheduler that was held."""
     room_bytes: int = EARLY_BYTES
@@ -186,10 +184,7 @@ class HostLeases(Part):
     def _launched(self, sender: Address, message: msg.LeasedLaunch) -> None:
         is_there = self.take(sender, message)
         if message.request and sender != self.order.scheduler:
-            if is_there and message.awaited in message.results:
-                self.answer(sender, msg.Ready(message.request))
-            else:
-                self.wait(sender, message.request, message.awaited)
+            self.answer(sender, message, is_there)
 
     def take(self, sender: Address, message: msg.LeasedLaunch) -> bool:
         """Take a launch of the client, or of the scheduler in its place.

@@ -28,7 +28,7 @@ from pw.core.packing import pack
 from pw.core.recorder import FETCHED
 from pw.core.sharding import box_bytes, packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
-from pw.devices.host.backend import Backend, Read, Watch, relative
+from pw.devices.host.backend import Backend, DoneReading, Read, Watch, relative
 from pw.devices.host.clients import Clients
 from pw.devices.host.printing import Printing
 from pw.devices.host.value import Value
@@ -141,18 +141,44 @@ class HostRequests(Part):
         self.printing.flush()
         self.env.send(client, answer)
 
-    def wait_with_launch(self, sender: Address, number: int, array: int) -> None:
-        """Answer a client when an array is ready that the launch in the same message makes."""
+    def answer_launch(self, sender: Address, launch: msg.LeasedLaunch, is_there: bool) -> None:
+        """Answer the question that came with a launch, when the array is ready.
+
+        Where the launch was ignored, nothing here says how the array is sharded: the client hears that it is
+        ready, and asks again for its value.
+
+        Args:
+            sender: the client's line.
+            launch: the launch, which has a question.
+            is_there: whether its results are there.
+        """
+        number, array = launch.request, launch.awaited
+        is_there = is_there and array in launch.results
         entry = self.arrays.get(array)
-        if (
+        request = _HostRequest(sender, number, {array})
+        if not launch.positions:
+            if is_there or self._is_there(sender, entry):
+                self.send(sender, msg.Ready(number))
+                return
+        elif entry is not None:
+            fetch = msg.Fetch(number, array, entry.spec, entry.devices, launch.positions, None)
+            request.fetch = fetch
+            # No op that comes later has been submitted, so nothing overwrites the value.
+            if is_there and self._has(entry, fetch.positions):
+                views = self.backend.read_now(self._reading(entry, fetch, lambda views: None))
+                if views is not None:
+                    self._deliver(request, fetch, views)
+                    return
+        self._accept(sender, request, (array,))
+
+    def _is_there(self, client: Address, entry: Entry | None) -> bool:
+        """Whether there is such an array of a client, and its value."""
+        return (
             entry is not None
             and entry.submitted
-            and self.clients.owns(sender, array)
+            and self.clients.owns(client, entry.array)
             and self.backend.is_there(entry.value)
-        ):
-            self.send(sender, msg.Ready(number))
-        else:
-            self._accept(sender, _HostRequest(sender, number, {array}), (array,))
+        )
 
     def _accept(self, sender: Address, request: _HostRequest, arrays: tuple[int, ...]) -> None:
         client = self.clients.at(sender.node)
@@ -250,11 +276,7 @@ class HostRequests(Part):
             spec.shape,
             spec.dtype,
             spec.sharding,
-        ) or any(
-            not 0 <= position < len(entry.devices)
-            or entry.devices[position].host != self.env.address.node
-            for position in fetch.positions
-        ):
+        ) or not self._has(entry, fetch.positions):
             error = ArgumentError(
                 f"the array {spec.short} does not lie on this host as it was asked for; make it again"
             )
@@ -267,8 +289,17 @@ class HostRequests(Part):
             elif not request.over:
                 self._deliver(request, fetch, views)
 
+        self.backend.submit([self._reading(entry, fetch, read)])
+
+    def _has(self, entry: Entry, positions: tuple[int, ...]) -> bool:
+        """Whether this host has the shards of an array at these mesh positions."""
+        here, devices = self.env.address.node, entry.devices
+        return all(0 <= at < len(devices) and devices[at].host == here for at in positions)
+
+    def _reading(self, entry: Entry, fetch: msg.Fetch, done: DoneReading) -> Read:
+        spec = entry.spec
         boxes = [(position, relative(spec.box(position))) for position in fetch.positions]
-        self.backend.submit([Read(entry.value, boxes, spec, entry.devices, read)])
+        return Read(entry.value, boxes, spec, entry.devices, done)
 
     def _deliver(
         self, request: _HostRequest, fetch: msg.Fetch, views: list[np.ndarray[Any, Any]]

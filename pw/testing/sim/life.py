@@ -217,7 +217,7 @@ class Life:
         program: int,
         args: tuple[int | bytes, ...],
         results: tuple[int, ...],
-        wanted: Await | None = None,
+        wanted: Await | Get | None = None,
     ) -> None:
         """Launch a run under a lease, or have the session tell of it, as a thread would."""
         session = self.session

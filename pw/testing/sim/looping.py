@@ -40,7 +40,7 @@ def loop(client: Any, random: Random) -> None:
 def _step(
     client: Any, random: Random, chosen: list[int], life: int, tidy: bool, is_fed: bool
 ) -> None:
-    """Call once, then wait for a result, or now and then not; a loop that is fed puts an argument first."""
+    """Call once, then wait for a result, read it, or neither; a loop that is fed puts an argument first."""
     if life != client.lives or not client.node.alive or client.closing or client.looking:
         client.looping = 0
         return
@@ -57,16 +57,21 @@ def _step(
     goes_on = random.random() < 0.15
 
     def waited(result: Any, error: BaseException | None) -> None:
-        client.judge_wait([array], error)
+        if wants_value:
+            client.judge_value(array, result, error)
+        else:
+            client.judge_wait([array], error)
         if not goes_on:
             client.world.after(random.choice((0.0, 0.0, 1e-4, 1e-3)), again)
 
-    asks_with_run = client.looping % 2
+    asks_with_run, wants_value = client.looping % 2, client.looping % 4 == 1
     args = client.arguments(draft.body.inputs)
     if is_fed and args:
         at = random.randrange(len(args))
         args[at] = client._put(draft.body.inputs[at])
-    results = client.launch(number, draft, tuple(args), waited if asks_with_run else None)
+    results = client.launch(
+        number, draft, tuple(args), waited if asks_with_run else None, wants_value
+    )
     array = results[-1]
     is_bound = client.world.profile.quotas and is_fed and bool(args)
     if is_bound and args[at] in client.arrays and random.random() < 0.3:

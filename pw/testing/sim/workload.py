@@ -283,8 +283,9 @@ class SimClient(Life):
         draft: ProgramDraft,
         args: tuple[int | bytes, ...],
         waited: Callable[[Any, BaseException | None], None] | None = None,
+        wants_value: bool = False,
     ) -> tuple[int, ...]:
-        """Run a program; returns its results. `waited` is called when the last one is ready."""
+        """Run a program; returns its results. `waited` hears when the last one is ready, or gets its value."""
         results = tuple(self._id() for _ in draft.body.outputs)
         self.oracle.run(draft, args, results)
         for index in draft.body.donated:
@@ -296,11 +297,12 @@ class SimClient(Life):
         self.credits -= 1
         self.runs_left -= 1
         self.world.checked["runs"] += 1
-        then = None
+        then: Await | Get | None = None
         if waited is not None:
-            array = results[-1]
-            promise = self._promise(f"wait {array:x} with its run", waited)
-            then = Await(((array, self.arrays[array]),), promise)
+            array, spec = results[-1], self.arrays[results[-1]]
+            what = "fetch" if wants_value else "wait"
+            promise = self._promise(f"{what} {array:x} with its run", waited)
+            then = Get(array, spec, promise) if wants_value else Await(((array, spec),), promise)
         self._call(self._id(), number, args, results, then)
         return results
 
@@ -312,11 +314,12 @@ class SimClient(Life):
             array = self.random.choice(list(self.arrays))
 
         def got(parts: list[Any] | None, error: BaseException | None) -> None:
-            self._judge(array, parts, error)
+            self.judge_value(array, parts, error)
 
         self._post(Get(array, self.arrays[array], self._promise(f"fetch {array:x}", got)))
 
-    def _judge(self, array: int, parts: list[Any] | None, error: BaseException | None) -> None:
+    def judge_value(self, array: int, parts: list[Any] | None, error: BaseException | None) -> None:
+        """Look at a value that was fetched, or at the error in its place."""
         if error is not None:
             self.failed += 1
             wrong = self._check_error(array, error)
