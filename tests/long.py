@@ -83,10 +83,8 @@ def main() -> int:
     number, limit_s = options.round, 3600 * options.hours
     if options.seeds:
         number = round_of_source() if number is None else number
-        for profile in PROFILES.values():
-            if profile.is_open:
-                continue
-            code = run(simulator(number, options.seeds, profile.name), limit_s)
+        for name in PROFILES:
+            code = run(simulator(number, options.seeds, name), limit_s)
             if code != 0:
                 return code or 1
         return 0

@@ -15,7 +15,7 @@ from pw.core.ids import CONTROL, Address, executor_of
 from pw.core.messages.checks import beyond_bounds
 from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.sched.control import uploads
-from pw.sched.control.client_order import AT_ONCE, LOOK_S
+from pw.sched.control.client_order import AT_ONCE
 from pw.sched.control.runs import CREDITS_S
 from tests.stages.actors import FakeHost, World
 from tests.stages.samples import parts
@@ -448,7 +448,6 @@ def test_who_asks_for_an_array_of_another_client_hears_when_it_has_come() -> Non
     x = exporter.upload(X, stage.spec)
     exporter.tell(msg.Offer(exporter.id(), token, (x,), (stage.spec,)))
     world.settle()
-    world.wait(LOOK_S)
     assert importer.of(msg.Answered) == [msg.Answered(request, None)]
 
 

@@ -177,7 +177,8 @@ class _Walk:
         self._live = [0] * len(self.groups)
         self._peaks = [0] * len(self.groups)
         self._at_execute: dict[tuple[int, int], int] = {}
-        self._are_sent = {slot for slot, _ in self._sent()}
+        self._sent = self._last_sends()
+        """Where the last segment ends that sends each value to another host."""
 
     def _name_outputs(self) -> None:
         """Have outputs count on the slice for which they are made.
@@ -303,7 +304,7 @@ class _Walk:
         size_bytes = 0
         for position in execute.donated:
             slot = execute.args[position]
-            if self._schedule.origin(slot) in self._are_sent:
+            if self._schedule.origin(slot) in self._sent:
                 continue  # a copy of it may be taken over
             if results[self._form(slot)] and self._counts(self._specs[slot]):
                 results[self._form(slot)] -= 1
@@ -327,7 +328,7 @@ class _Walk:
                 execute = self._executes[step]
                 used = [*execute.reads, *execute.results]
             last.update(dict.fromkeys(map(self._schedule.origin, used), position))
-        for slot, end in itertools.chain(self._watched(), self._sent()):
+        for slot, end in itertools.chain(self._watched(), self._sent.items()):
             last[slot] = max(last.get(slot, end), end)
         stays = set(range(len(self._program.inputs))) - set(self._program.donated)
         stays.update(self._schedule.output_slots)
@@ -356,8 +357,9 @@ class _Walk:
             for slot in itertools.chain.from_iterable(map(last_on_devices, results.values())):
                 yield self._schedule.origin(slot), end
 
-    def _sent(self) -> Iterator[tuple[int, int]]:
-        """Yield values that hosts send to others, and where the segments end that send them."""
+    def _last_sends(self) -> dict[int, int]:
+        """Return values that hosts send to others, and where the last segments end that send them."""
+        last: dict[int, int] = {}
         end, sends_after = -1, self._schedule.sends_after
         for draft in self._drafts:
             end += len(draft.steps)
@@ -367,7 +369,8 @@ class _Walk:
                     edges += sends_after.get(step, ())
             for edge in edges:
                 if any(edge.sends()):
-                    yield from ((self._schedule.origin(slot), end) for slot in edge.reads())
+                    last.update(dict.fromkeys(map(self._schedule.origin, edge.reads()), end))
+        return last
 
     def _devices_by_host(self, placement: Placement) -> list[tuple[str, frozenset[DeviceAddress]]]:
         """Return the devices of a placement on each of its hosts."""

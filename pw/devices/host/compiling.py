@@ -141,9 +141,8 @@ class Compilations(Part):
         self._waiting[request] = key
 
         def compiled(result: Described | ErrorReport) -> None:
-            if (
-                self._waiting.get(request) != key
-            ):  # the client is lost, or does not want it any more
+            if self._waiting.get(request) != key:
+                # The client is lost, or does not want it any more.
                 self._backend.forget(key)  # also if it was made just before it was released
                 return
             del self._waiting[request]

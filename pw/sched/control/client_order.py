@@ -17,7 +17,6 @@ from typing import Any, get_args
 import msgspec
 
 from pw.core import messages as msg
-from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayDeleted, ErrorReport
 from pw.core.ids import arrays_in
 from pw.sched.control.checkpoints.in_memory import Checkpoints
@@ -33,9 +32,6 @@ CHECKPOINTS_AT_ONCE = 2
 AT_ONCE = 64
 """Number of messages of a backlog that are handled in one turn: the messages of other clients wait
 meanwhile."""
-
-LOOK_S = 0.1
-"""Seconds between two looks whether arrays that clients ask about have come from other sessions."""
 
 Handlers = Mapping[type, Callable[[Client, Any], None]]
 
@@ -53,10 +49,6 @@ class ClientOrder(ControlPart):
     """Numbers of clients whose backlogs go on in the next turn."""
     _inquiries: list[tuple[Client, msg.Inquire]] = field(default_factory=list)
     """Questions about arrays that other sessions still have to make; nothing waits behind them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._looks = Ticker(self._env, LOOK_S, self._look)
 
     def set_handlers(self, handlers: Handlers, resuming: Handlers) -> None:
         """Set the handlers, and those for clients that tell what an earlier controller knew."""
@@ -191,7 +183,6 @@ class ClientOrder(ControlPart):
         """
         if any(map(self.handovers.is_taken, filter(client.arrays.is_arriving, message.arrays))):
             self._inquiries.append((client, message))
-            self._looks.start()
             return
         error = None
         if any(number not in client.arrays for number in message.arrays):
@@ -202,13 +193,12 @@ class ClientOrder(ControlPart):
             error = ErrorReport.of(ArrayDeleted(words))
         self.sessions.tell(client, msg.Answered(message.request, error))
 
-    def _look(self) -> bool:
-        """Arrays of other sessions may have come; return whether a client waits for some."""
+    def answer_inquiries(self) -> None:
+        """Answer those for which arrays of other sessions have come in this turn."""
         waiting, self._inquiries = self._inquiries, []
         for client, message in waiting:
             if self.sessions.get(client.number) is client:
                 self._inquire(client, message)
-        return bool(self._inquiries)
 
     @handles_client(msg.LinkLost)
     def _link_lost(self, client: Client, message: msg.LinkLost) -> None:

@@ -294,6 +294,7 @@ class Controller(Actor):
         if self.suspensions.leaving:
             self.suspensions.go_on()
         self._leaving_hosts.go_on()
+        self.stream.answer_inquiries()
         if self._publishing is not None:
             self.runs.publish()
             self._publishing.turn_ended()

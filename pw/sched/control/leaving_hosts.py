@@ -50,9 +50,8 @@ class LeavingHosts(ControlPart):
             self.suspensions.suspend(client, f"the end of host {node}")
         for client in at_work:
             if (suspension := client.suspension) is not None:
-                suspension.outlasts = (
-                    False  # a later controller does not hear that the host is gone
-                )
+                # A later controller does not hear that the host is gone.
+                suspension.outlasts = False
                 self._suspended.setdefault(node, []).append((client, suspension))
         self._awaited[node] = [client.number for client in clients]
 

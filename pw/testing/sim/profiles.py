@@ -72,8 +72,6 @@ class SimProfile:
     """Number of times that a device falls ill, is replaced, or is named by an error though it is well."""
     device_tests: float = 0.0
     """Probability, for each act of a client, that it has all devices tested."""
-    is_open: bool = False
-    """True if some of its seeds are known to fail, so that it is not among `all`."""
     suspensions: float = 0.0
     """Probability, for each act of a client, that it has a client suspended."""
     rebalances: float = 0.0
