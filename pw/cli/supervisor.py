@@ -132,9 +132,8 @@ class Supervisor:
             refusals = 0
             short_lives = 0 if now - begun_s > LONG_LIFE_S else short_lives + 1
             if code == EXIT_UNAVAILABLE:
-                lost_since = (
-                    lost_since or begun_s
-                )  # a child that had a controller has looked for it
+                # A child that had a controller has looked for it.
+                lost_since = lost_since or begun_s
                 if not (served or was_refused):
                     return EXIT_ERROR
                 if now - lost_since >= self._options.reconnect:

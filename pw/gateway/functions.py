@@ -74,9 +74,8 @@ class Functions:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._numbers = itertools.count(1)
         self._screen = _Screen()
-        atexit.register(
-            self._screen.show, ""
-        )  # the end of a wait may come later than that of the script
+        # The end of a wait may come later than that of the script.
+        atexit.register(self._screen.show, "")
         threading.Thread(target=self._serve, name="pw-functions", daemon=True).start()
 
     def add(self, function: Callable[..., Any]) -> int:

@@ -312,9 +312,8 @@ class Sums:
         name = operation.name
         if name == "stablehlo.constant":
             if isinstance(element_of(operation.results[0]), ir.ComplexType):
-                return _COMPLEX_ZEROS in str(
-                    operation
-                )  # Python has no attributes of complex numbers
+                # Python has no attributes of complex numbers.
+                return _COMPLEX_ZEROS in str(operation)
             dense = ir.DenseElementsAttr(operation.attributes["value"])
             return dense.is_splat and str(dense.get_splat_value()).split(" :")[0] in _ZEROS
         if name in _MOVES or name in ("stablehlo.convert", "stablehlo.optimization_barrier"):

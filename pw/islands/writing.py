@@ -334,9 +334,8 @@ class _Body:
             return
         assignment = emit.assignment
         if one.name == REDUCE and is_crossing(one, assignment):
-            self._values[one.results[0]] = self._find(
-                one.operands[0]
-            )  # partial, until it is reduced
+            # Partial, until it is reduced.
+            self._values[one.results[0]] = self._find(one.operands[0])
             return
         total = self._cut.sums.reduced.get(one.results[0]) if len(one.results) == 1 else None
         if total is not None and total.along is not None:  # all parts, until they are added up

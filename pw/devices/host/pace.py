@@ -158,9 +158,8 @@ class Pace(Part):
         self._due_s = now_s + TICK_S
         self._late_s += late_s
         if late_s > PAUSED_S:
-            self._paused_s += (
-                late_s + TICK_S / 2
-            )  # it began some time before the timer should have come
+            # It began some time before the timer should have come.
+            self._paused_s += late_s + TICK_S / 2
         self._ticks += 1
         return self._ticks < TICKS * report_period_s(len(self.order.hosts)) or self._report(now_s)
 

@@ -202,9 +202,8 @@ class SliceTable(Part):
         """An island is ready, or devices are free: place the slices that wait."""
         if self._are_parked:
             for piece in self.parked:
-                if (
-                    piece.state is SliceState.PARKED
-                ):  # it is bound already if it is like another one
+                if piece.state is SliceState.PARKED:
+                    # It is bound already if it is like another one.
                     self._place(piece)
             self._are_parked = bool(self.parked)
 

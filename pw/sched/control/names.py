@@ -169,9 +169,8 @@ class NameTable(ControlPart):
         for offer in message.offers:
             entries = map(client.arrays.get, offer.arrays)
             failed = next((one.error for one in entries if one is not None and one.error), None)
-            if (
-                failed is not None
-            ):  # as of an island that was given up, where a version would wait for ever
+            if failed is not None:
+                # As of an island that was given up, where a version would wait for ever.
                 return failed.exception()
             if not offer.specs or client.slices.devices(offer.specs[0].placement.slice) is None:
                 return ArrayDeleted(

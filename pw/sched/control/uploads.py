@@ -88,9 +88,8 @@ class UploadTable(ControlPart):
         for host, report in reported.items():
             self._reported(client, number, array, host, self._error_of(array, report))
         was_bound = client.slices.times_bound.get(message.spec.placement.slice, 0)
-        if (
-            message.bound != was_bound and array.awaited
-        ):  # it went to the hosts of an earlier binding
+        if message.bound != was_bound and array.awaited:
+            # It went to the hosts of an earlier binding.
             self.sessions.tell(client, msg.UploadAgain(message.array, message.array))
 
     def _bound_discarded(self, client: Client) -> None:

@@ -134,9 +134,8 @@ class Usage:
     def exceeded(self, tenant: str, resource: Resource, more: int) -> QuotaExceeded:
         """Return the error of a tenant that may not have so much more of a resource."""
         bound = self.rights.of(tenant).bound(resource) or 0
-        is_in = (
-            resource is not Resource.CLIENTS
-        )  # another one, who only looks, is not let in either
+        # Another one, who only looks, is not let in either.
+        is_in = resource is not Resource.CLIENTS
         look = "; pw status --tenants shows what there is" if is_in else ""
         return QuotaExceeded(
             f"tenant {tenant!r} has {in_words(resource, self.amount(tenant, resource))} and may have "

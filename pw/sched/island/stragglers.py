@@ -262,7 +262,8 @@ class Stragglers(Part):
                 sums.inputs += inputs[name]
             elif times.peer and any(
                 other.peer == times.peer for at, (other, _) in hosts.items() if at != name
-            ):  # values of that host reach other hosts in time
+            ):
+                # Values of that host reach other hosts in time.
                 sums.peers[times.peer] += 1
                 sums.inputs += inputs[name]
 

@@ -86,9 +86,8 @@ class Compilers:
                     result = ErrorReport.of(error, self._node.name)
 
             def answer() -> None:
-                if (
-                    self._tasks.get(key) is fail
-                ):  # else it was released while the answer was on its way
+                if self._tasks.get(key) is fail:
+                    # Else it was released while the answer was on its way.
                     del self._tasks[key]
                     done(result)
 

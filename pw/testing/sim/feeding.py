@@ -87,9 +87,8 @@ class Feeds:
         results: list[Shards] = []
         if failure is None:
             feeder = self._feeders.get(artifact)
-            if feeder is None or (
-                not world.calm and self._random.random() < 0.02
-            ):  # a process may end
+            if feeder is None or (not world.calm and self._random.random() < 0.02):
+                # A process may end.
                 begin = partial(Elements, artifact, outputs)
                 feeder = self.make_feeder(begin, PlainTree(0), False, STATE_ROOM)
                 self._feeders[artifact] = feeder

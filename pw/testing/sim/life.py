@@ -373,9 +373,8 @@ class Life:
         if not isinstance(error, Error):
             raise Violation("errors are typed", f"{self.name}: {error!r}")
         world = self.world
-        if (
-            isinstance(error, QuotaExceeded) and world.profile.quotas
-        ):  # its tenant has enough clients
+        if isinstance(error, QuotaExceeded) and world.profile.quotas:
+            # Its tenant has enough clients.
             world.checked["clients refused"] += 1
             self.closing = True
             world.after(0.0, self._close, self.node)

@@ -218,9 +218,8 @@ class MemoryBoundsMonitor:
                 buffer, shards = memory.buffers.get(number), entry.value.payload
                 if buffer is None or not isinstance(shards, Shards):
                     continue
-                if isinstance(
-                    whose, int
-                ):  # the bytes of a result or a view may be those of another slice
+                if isinstance(whose, int):
+                    # The bytes of a result or a view may be those of another slice.
                     own = {total.slice for total in buffer.on.totals}
                     is_here = entry.spec.placement.slice == whose
                     counts = is_here and whose in own and buffer.shards is None

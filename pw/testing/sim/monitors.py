@@ -216,10 +216,8 @@ class Monitors:
         def watched(launch: Any, instruction: Execute) -> bool:
             done = bool(execute(launch, instruction))
             if done and instruction.results:
-                run, slot = (
-                    launch.run,
-                    instruction.results[0],
-                )  # slots are numbered in program order
+                # Slots are numbered in program order.
+                run, slot = (launch.run, instruction.results[0])
                 key = run.run, run.began
                 before = last.get(key, -1)
                 self._world.checked["program order"] += 1
