@@ -110,10 +110,12 @@ class ClientOrder(ControlPart):
         else:
             self._handlers[type(message)](client, message)
 
-    def obstacle(self, client: Client, message: Ordered) -> str:
+    def reason(self, client: Client, message: Ordered) -> str:
         """Return what a message waits for, in words; empty if it does not have to wait."""
-        if client.is_held:
-            return "the client to be resumed"
+        return "the client to be resumed" if client.is_held else self.obstacle(client, message)
+
+    def obstacle(self, client: Client, message: Ordered) -> str:
+        """Return the `reason` of a client that is not held."""
         if client.recovering and client.away is None:
             return "the recovery of what was lost with a host"
         if isinstance(message, msg.Run):

@@ -89,10 +89,6 @@ class Record(Attempts):
     weight: int = 0
     """Number of values that the run has read and made."""
 
-    def __post_init__(self) -> None:
-        inline = sum(len(arg) // VALUE_BYTES for arg in self.args if isinstance(arg, bytes))
-        self.weight = len(self.args) + len(self.results) + inline
-
 
 @dataclass(slots=True, eq=False)
 class Origin:
@@ -189,7 +185,10 @@ class Lineage:
         results: tuple[int, ...],
     ) -> Record:
         """A run is submitted; its results are held by the client."""
-        record = Record(order, program, args, results, len(results))
+        weight, arrays = len(args) + len(results), arrays_in(args)
+        if len(arrays) < len(args):
+            weight += sum(len(arg) // VALUE_BYTES for arg in args if isinstance(arg, bytes))
+        record = Record(order, program, args, results, len(results), weight)
         origins = self.origins
         for array, output in zip(results, program.body.outputs, strict=True):
             origins[array] = Origin(output.spec, record)
@@ -199,10 +198,10 @@ class Lineage:
             if program.kept == 1:
                 for slice in program.slices:
                     self._slices[slice] += 1
-            for arg in arrays_in(args):
+            for arg in arrays:
                 if (origin := origins.get(arg)) is not None:
                     origin.readers += 1
-            self._weight += record.weight
+            self._weight += weight
             while len(self._records) > self._records_kept or self._weight > self._values_kept:
                 self._cut(next(iter(self._records.values())))
         else:

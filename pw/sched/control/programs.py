@@ -13,7 +13,7 @@ from operator import is_
 import msgspec
 
 from pw.core.errors import ErrorReport
-from pw.core.ids import arrays_in
+from pw.core.ids import arrays_in, is_repeat
 from pw.core.messages import Artifact, InstallProgram, Submit
 from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.peak import IslandMemory
@@ -50,6 +50,8 @@ class RegisteredProgram:
     """Number of kept records of the program's runs."""
     slices: frozenset[int] = field(init=False)
     """Numbers of all slices that the program touches."""
+    exports: bool = field(init=False)
+    """True if the controller has made it, and its runs may make arrays of other clients."""
     _lowered_for: tuple[tuple[Binding, ...], dict[str, IslandMemory]] = ((), {})
     """Bindings of the program's slices when it was lowered last, and the memory of a run by island."""
     _bound: dict[int, Binding | None] | None = None
@@ -58,6 +60,7 @@ class RegisteredProgram:
 
     def __post_init__(self) -> None:
         self.slices = frozenset(self.body.slices())
+        self.exports = is_repeat(self.program)
 
     def donated(self, args: tuple[int | bytes, ...]) -> tuple[int, ...]:
         """Return the arrays that a run with these arguments takes from its client."""
@@ -67,11 +70,16 @@ class RegisteredProgram:
     def result_homes(self, bindings: Mapping[int, Binding]) -> list[Home] | None:
         """Return the island and hosts of each result; None while a slice of one is not bound."""
         bound = self._bound
-        if bound is None or any(bindings.get(at) is not was for at, was in bound.items()):
-            specs = [output.spec for output in self.body.outputs]
-            self._bound = {at: bindings.get(at) for at in (spec.placement.slice for spec in specs)}
-            homes = [holders(spec, bindings) for spec in specs]
-            self._homes = None if None in homes else [home for home in homes if home is not None]
+        if bound is not None:
+            for at, was in bound.items():
+                if bindings.get(at) is not was:
+                    break
+            else:
+                return self._homes
+        specs = [output.spec for output in self.body.outputs]
+        self._bound = {at: bindings.get(at) for at in (spec.placement.slice for spec in specs)}
+        homes = [holders(spec, bindings) for spec in specs]
+        self._homes = None if None in homes else [home for home in homes if home is not None]
         return self._homes
 
     def lower(

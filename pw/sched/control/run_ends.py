@@ -62,7 +62,8 @@ class RunEnds(ControlPart):
         run = self.runs.segment_done(message)
         if run is None:
             return
-        self._forget_deadline(run)
+        if self._deadlines:
+            self._forget_deadline(run)
         if run.cause is not None:
             self.losses.run_lost(run, run.cause)
         else:

@@ -94,13 +94,13 @@ class RunsInFlight(ControlPart):
             self._islands.release(client.number, client.delete(client.donated_to(message)))
             self._follow_lease(client, message)
             return
-        arrays = [(number, client.arrays.take(number)) for number in client.donated_to(message)]
-        donated = [(number, array) for number, array in arrays if array is not None]
+        donated = self._take_donated(client, message) if program.body.donated else []
         for array, output, home in zip(message.results, program.body.outputs, homes, strict=True):
             client.arrays.add(array, ArrayEntry(output.spec, *home))
         self._env.count("runs")
         record = client.lineage.add_run(message.run, program, message.args, message.results)
-        client.lineage.release(number for number, _ in donated)
+        if donated:
+            client.lineage.release(number for number, _ in donated)
         if not program.parts:
             self._credit(client.number)
             return
@@ -113,6 +113,11 @@ class RunsInFlight(ControlPart):
             self._islands.release(client.number, again)
         if client.early_losses:
             self._spoil_early(client, self.in_flight[message.run])
+
+    def _take_donated(self, client: Client, message: msg.Run) -> list[tuple[int, ArrayEntry]]:
+        """Take the arrays that a client gives away from it."""
+        arrays = [(number, client.arrays.take(number)) for number in client.donated_to(message)]
+        return [(number, array) for number, array in arrays if array is not None]
 
     def _spoil_early(self, client: Client, run: RunInFlight) -> None:
         """A host may have lost a result of a leased run before the client told of the run."""
@@ -208,7 +213,8 @@ class RunsInFlight(ControlPart):
         run.after(RunTransition.END)
         if self._events is not None:
             self._news.append(("ended", run, self._env.now_s() - run.began_s, ""))
-        self._hand(run, None)
+        if run.record.program.exports:
+            self._hand(run, None)
         self._remove(run)
 
     def publish(self) -> None:
@@ -228,7 +234,7 @@ class RunsInFlight(ControlPart):
 
     def _hand(self, run: RunInFlight, error: ErrorReport | None) -> None:
         """Note the end of a run that makes arrays of another client."""
-        if is_repeat(run.record.program.program):
+        if run.record.program.exports:
             exports = (number for number in run.results if client_of(number) != run.client)
             self.handed += [(number, error) for number in exports]
 
@@ -272,7 +278,7 @@ class RunsInFlight(ControlPart):
                 self._hand(run, error)
                 if self._env.recorder.on:
                     self._record(run)
-            elif is_repeat(run.record.program.program) and number in map(client_of, run.results):
+            elif run.record.program.exports and number in map(client_of, run.results):
                 self.withdraw(run, RunTransition.FAIL, error)
         self.in_flight = {n: run for n, run in self.in_flight.items() if run.client != number}
         self._refunds.pop(number, None)
@@ -306,7 +312,7 @@ class RunsInFlight(ControlPart):
         self._refunds[client] += 1
         if self._refunds[client] >= self.credits_at_once:
             self._due.add(client)
-        else:
+        elif not self._timer.is_running:
             self._timer.start()
 
     def _give_back(self) -> bool:

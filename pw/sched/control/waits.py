@@ -150,7 +150,7 @@ class WaitReports(ControlPart):
                 yield waiting("island", what, where=where, waited_s=self._since(client, unbound))
             backlog = client.stream.backlog
             if backlog and (not client.recovering or client.away is not None):
-                obstacle = self.stream.obstacle(client, backlog[0])
+                obstacle = self.stream.reason(client, backlog[0])
                 if obstacle:
                     what = f"{obstacle}; {_counted(len(backlog), 'call')} held"
                     yield waiting("calls", what)

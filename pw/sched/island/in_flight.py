@@ -14,7 +14,7 @@ from functools import partial
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.watchdog import Watchdog
-from pw.core.ids import CONTROL, Address, client_of, scheduler_of
+from pw.core.ids import CONTROL, Address, scheduler_of
 from pw.sched.island.admission import Admission
 from pw.sched.island.device_load import DeviceLoad
 from pw.sched.island.installed_program import UNKNOWN
@@ -137,7 +137,7 @@ class InFlight(Part):
             self.admission.segments_ended(here.reservation)
         if here.lease is not None and here.lease.segment_ended(here.run):
             self.leases.sliding.append(here.lease)
-        queue = self.queues.clients.get(client_of(here.run))
+        queue = self.queues.clients.get(here.stake.client)
         if queue is not None:
             queue.ended(task, now_s)
         else:
@@ -147,7 +147,7 @@ class InFlight(Part):
         if self.policy.keeps_accounts:
             more_us = time_us - task.estimate_us
             self.policy.measured(here.stake, task.footprint.accounts, more_us)
-        if self.quarantine:
+        if self.quarantine.strikes:
             self.quarantine.ran(here.program)
         if here.installed is not UNKNOWN:
             here.installed.measured(task.segment, time_us)

@@ -154,6 +154,8 @@ class SegmentTask:
     estimate_us: float = 0.0
     device_time_us: int = 0
     """Longest device time that a host has reported, in microseconds."""
+    device_s: float = 0.0
+    """Time for which it has had its devices, of each in all, in seconds; known at its end."""
     lost: ErrorReport | None = None
     """Error of a host that has no value because another host was lost."""
     ended_on: tuple[str, ...] = ()
@@ -202,12 +204,8 @@ class SegmentTask:
             self.ended_on += (host,)
             return False
         self.state = LAUNCH.after(self.state, LaunchEvent.END)
+        self.device_s = self.device_time_us * 1e-6 * len(self.footprint.sites)
         return True
-
-    @property
-    def device_s(self) -> float:
-        """The time that it has had all its devices, in all."""
-        return self.device_time_us * 1e-6 * len(self.footprint.sites)
 
     def happened(self, event: LaunchEvent) -> None:
         """Change the state. Raises ImpossibleTransition."""

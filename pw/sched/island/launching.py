@@ -172,8 +172,9 @@ class Launcher(Part):
                 reservation = task.here.reservation
                 if reservation is None or reservation.is_admitted or admission.admit(reservation):
                     task.estimate_us = estimates_us.get(task.segment, UNKNOWN_US)
-                    accounts = task.footprint.accounts
-                    self.policy.launched(queue.stake, accounts, task.estimate_us)
+                    if self.policy.keeps_accounts:
+                        accounts = task.footprint.accounts
+                        self.policy.launched(queue.stake, accounts, task.estimate_us)
                     queue.take(now_s)
                     return task
         if kept_until_s == math.inf:

@@ -94,7 +94,7 @@ class Members(Part):
 
         The launches that are alike are made and encoded once.
         """
-        gang = self._large(hosts)
+        gang = self._large(hosts) if len(hosts) > self.trees.over else None
         if gang is not None:
             spans = self._send_all(gang, self._launch(here, segment, gang), reporters)
             return [msg.at_position(spans, position)[1] for position in range(reporters)]
@@ -141,7 +141,11 @@ class Members(Part):
 
     def drop_on(self, hosts: tuple[str, ...]) -> GangDiscard:
         """Return what these hosts are told at the end of this turn to drop, for more to be added."""
-        return self.drops.setdefault(self._large(hosts) or hosts, GangDiscard())
+        gang = self._large(hosts) or hosts
+        drop = self.drops.get(gang)
+        if drop is None:
+            drop = self.drops[gang] = GangDiscard()
+        return drop
 
     def send_drops(self, leases: LeaseTable) -> None:
         """Send each host one message; hosts that drop the same share it, encoded once.

@@ -32,12 +32,8 @@ class Quarantine(Part):
     def __init__(self) -> None:
         self._programs: dict[int, tuple[str, tuple[bytes, ...]]] = {}
         """Name and artifacts of installed programs, by number."""
-        self._strikes: dict[tuple[str, tuple[bytes, ...]], int] = {}
+        self.strikes: dict[tuple[str, tuple[bytes, ...]], int] = {}
         """Number of strikes, by "compiled" or "ran" and artifacts."""
-
-    def __bool__(self) -> bool:
-        """Whether any program has a strike."""
-        return bool(self._strikes)
 
     def install(self, program: int, body: Program) -> ErrorReport | None:
         """Return the error if a program must not be compiled."""
@@ -45,14 +41,14 @@ class Quarantine(Part):
         if not artifacts:  # a view, which hosts neither compile nor run
             return None
         self._programs[program] = (body.name, artifacts)
-        if self._strikes.get(("compiled", artifacts), 0) < STRIKES:
+        if self.strikes.get(("compiled", artifacts), 0) < STRIKES:
             return None
         return ErrorReport.of(CompileError(_words("compiled", body.name)))
 
     def refusal(self, program: int) -> ErrorReport | None:
         """Return the error if a program must not be run."""
         name, artifacts = self._programs.get(program, ("", ()))
-        if self._strikes.get(("ran", artifacts), 0) < STRIKES:
+        if self.strikes.get(("ran", artifacts), 0) < STRIKES:
             return None
         return ErrorReport.of(ComputationFailed(_words("ran", name)))
 
@@ -88,14 +84,14 @@ class Quarantine(Part):
             for program in programs:
                 if program in self._programs:
                     key = (did, self._programs[program][1])
-                    self._strikes[key] = self._strikes.pop(key, 0) + 1
-                    if len(self._strikes) > REMEMBERED:
-                        del self._strikes[next(iter(self._strikes))]
+                    self.strikes[key] = self.strikes.pop(key, 0) + 1
+                    if len(self.strikes) > REMEMBERED:
+                        del self.strikes[next(iter(self.strikes))]
                     return
 
     def _clear(self, did: str, program: int) -> None:
-        if self._strikes and program in self._programs:
-            self._strikes.pop((did, self._programs[program][1]), None)
+        if self.strikes and program in self._programs:
+            self.strikes.pop((did, self._programs[program][1]), None)
 
 
 def _words(did: str, name: str) -> str:

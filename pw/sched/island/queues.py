@@ -95,9 +95,11 @@ class Queues(Part):
             return
         for array in tasks[0].awaits:
             self._uploads.setdefault(array, []).append(tasks[0])
-        if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
-            tasks[0].happened(LaunchEvent.REFUSE)
-            self.env.send(CONTROL, msg.RunRefused(message.run, refusal))
+        if self.quarantine.strikes:
+            refusal = self.quarantine.refusal(message.program)
+            if refusal is not None:
+                tasks[0].happened(LaunchEvent.REFUSE)
+                self.env.send(CONTROL, msg.RunRefused(message.run, refusal))
         if self.policy.keeps_accounts:
             self._settle_accounts(queue, tasks, now_s)
         self.runs[message.run] = list(tasks)
@@ -128,7 +130,8 @@ class Queues(Part):
     ) -> None:
         for task in tasks:
             task.estimate_us = task.here.installed.estimates_us.get(task.segment, 0.0)
-            self.policy.launched(queue.stake, task.footprint.accounts, task.estimate_us)
+            if self.policy.keeps_accounts:
+                self.policy.launched(queue.stake, task.footprint.accounts, task.estimate_us)
         self.busy[queue.stake.client] = queue
         queue.launched_itself(tasks, now_s)
 

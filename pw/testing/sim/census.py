@@ -44,7 +44,7 @@ PERMANENT = frozenset(
             "_void_clients",
             "_recent",
             "recent",
-            "_strikes",
+            "strikes",
             "_sums",
             "_former",
             "_newest_launches",

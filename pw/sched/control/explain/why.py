@@ -211,7 +211,7 @@ class Explainer(ControlPart):
             yield f"{len(client.arrays.lost)} lost arrays to be made again{when}"
         backlog = client.stream.backlog
         if backlog and (not client.recovering or client.away is not None):
-            yield self.stream.obstacle(client, backlog[0]) or "its turn"
+            yield self.stream.reason(client, backlog[0]) or "its turn"
         for number, array in islice(client.arrays.arriving(ARRAYS_LOOKED_AT), WORK_TOLD):
             hosts = ", ".join(sorted(array.awaited))
             before = f" ({array.history})" if array.past else ""
