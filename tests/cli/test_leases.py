@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pw
@@ -73,6 +75,34 @@ def test_a_lease_ends_and_comes_back_with_others_and_losses(
     finally:
         for client in clients:
             client.program.kill()
+
+
+@pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
+def test_values_that_come_with_leased_launches_are_those_of_their_runs(
+    cluster: pw.LocalCluster, donate: tuple[int, ...]
+) -> None:
+    """A result that all hosts have, and one that each host has a part of."""
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+    whole, split = pw.PartitionSpec(), pw.PartitionSpec("x")
+    step = pw.jit(
+        lambda x, parts: (x + 1, parts * 2 % 1000),
+        mesh=mesh,
+        in_shardings=(whole, split),
+        out_shardings=(whole, split),
+        donate_argnums=donate,
+    )
+    at = [pw.NamedSharding(mesh, spec) for spec in (whole, split)]
+    x, parts = (pw.put(np.ones(2, np.int32), sharding=one) for one in at)
+    calls, wanted = 0, 1
+    until_s = time.monotonic() + BOUND_S
+    while pw.stats()["client"].get("leased_launches", 0) < 60:
+        assert time.monotonic() < until_s, pw.stats()
+        for _ in range(20):
+            x, parts = step(x, parts)
+            calls, wanted = calls + 1, wanted * 2 % 1000
+            np.testing.assert_array_equal(np.asarray(x), calls + 1)
+            if calls % 3 == 0:
+                np.testing.assert_array_equal(np.asarray(parts), wanted)
 
 
 def test_a_program_over_two_islands_is_not_leased() -> None:
