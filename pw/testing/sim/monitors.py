@@ -409,6 +409,11 @@ class Monitors:
         request = self._slices.get(message.slice)
         if sender != RESOURCES or request is None or request.resumed:
             return
+        members = {
+            host for one in cluster.resources.inventory.islands.values() for host in one.ranks
+        }
+        if not members.issuperset(request.hosts):  # a slice that was given back is asked for again
+            world.ledger.injected["named host replaced"] += 1
         if message.slice not in self._asked_s:
             return  # it had devices, and has lost them
         formed = sum(island.formed > 0 for island in cluster.status())
