@@ -176,6 +176,29 @@ def test_what_a_thread_has_done_last_decides_what_the_next_run_asks(script: Scri
     assert script.value_asked_with_run() is None, "no thread has read it"
 
 
+def test_a_cancelled_future_serves_no_other_thread(script: Script) -> None:
+    script.read(script.run(F)[0])
+    made = script.run(F)
+    waiting, _ = script.wait(made[0])
+    waiting.cancel()
+    future, is_own = script.read(made[0])
+    assert is_own
+    assert not future.cancelled()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_question_says_whether_a_thread_waits_by_now(script: Script, reads: bool) -> None:
+    ask = script.read if reads else script.wait
+    ask(script.run(F)[0])
+    made = script.run(F)
+    note = script.value_asked_with_run() if reads else script._asked_with_run()
+    assert note is not None
+    assert note.ahead is not None
+    assert not note.ahead.is_waited_for
+    ask(made[0])
+    assert note.ahead.is_waited_for
+
+
 def test_large_values_are_not_asked_for_ahead(script: Script) -> None:
     large = ArraySpec((INLINE_BYTES,), "float32", Sharding((), ()), Placement(1, (0,)))
     for _ in range(2):
@@ -203,7 +226,7 @@ def test_a_run_asks_for_an_upload_that_it_reads_if_it_may_wait(
 def test_so_many_are_asked_for_ahead_at_most(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "AHEAD", 2)
+    monkeypatch.setattr(results, "MOST_AHEAD", 2)
     older = [script.run(F) for _ in range(6)]
     made = []
     for array, *_ in older:

@@ -20,6 +20,7 @@ from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import (
     Allocate,
     Ask,
+    AskedAhead,
     Await,
     Close,
     DescribeCheckpoint,
@@ -391,6 +392,20 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     assert isinstance(late.exception(0), HostLost), "it waited on a line until its slice moved"
     bench.world.wait(WITHDRAWN_S)
     assert bench.session.requests.failed.keys() == {Y}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_error_that_no_thread_has_waited_for_has_not_been_raised(
+    bench: Bench, waits: bool
+) -> None:
+    """A question that went with its run fails with it, and the end of the session tells of the run."""
+    ahead, future = AskedAhead(), Future[Any]()
+    bench.note(Await(((X, ONE),), future, ahead))
+    ahead.is_waited_for = waits
+    failed = msg.RunFailed(20, (X,), ERROR)
+    bench.tell(failed)
+    assert isinstance(future.exception(0), HostLost)
+    assert bench.session.requests.unraised == ({} if waits else {20: failed})
 
 
 def test_the_error_of_what_was_deleted_and_a_run_still_reads_is_told_again(bench: Bench) -> None:

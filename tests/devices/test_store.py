@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,6 +12,8 @@ from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
+from pw.core.messages.checks import objection
+from pw.core.programs.spec_checks import DEVICES
 from pw.core.sharding import DeviceAddress
 from pw.core.tickets import Tickets
 from pw.devices.host.store import ObjectStore
@@ -204,14 +207,15 @@ def test_a_request_with_its_launch_is_answered_as_soon_as_the_value_is_there(
     assert bench.failed() == {4: "NotOwner"}
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("is_there", [False, True], ids=["later", "there"])
+@pytest.mark.parametrize("is_quick", [False, True], ids=["slow", "quick"])
 def test_the_value_comes_with_the_answer_to_its_launch(
     monkeypatch: pytest.MonkeyPatch, is_there: bool, is_quick: bool
 ) -> None:
     bench = Bench()
     views = [X] if is_quick else None
     monkeypatch.setattr(bench.backend, "read_now", lambda op: views, raising=False)
+    monkeypatch.setattr(bench.backend, "is_there", lambda value: True, raising=False)
     asked: list[object] = []
     submit = bench.backend.submit
     monkeypatch.setattr(bench.backend, "submit", lambda ops: (asked.extend(ops), submit(ops)))
@@ -221,13 +225,35 @@ def test_the_value_comes_with_the_answer_to_its_launch(
     assert bool(asked) is not (is_there and is_quick)
 
 
-def test_of_an_ignored_launch_the_host_says_only_that_the_value_is_ready() -> None:
-    """It does not know how the array is sharded; the client asks again."""
+def test_the_value_of_an_ignored_launch_comes_when_it_is_made() -> None:
     bench = Bench()
     bench.store.requests.answer_launch(session_of("c"), question(2, ARRAY, 0), False)
     assert bench.answers() == []
     bench.launch()
-    assert bench.answers() == [msg.Ready(2)]
+    assert bench.answers() == [msg.Fetched(2, X.tobytes())]
+
+
+def test_a_launch_that_names_an_older_array_as_its_result_does_not_hold_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result of its computation is there; the other array may still be computed."""
+    bench = Bench()
+    monkeypatch.setattr(bench.backend, "is_there", lambda value: False, raising=False)
+    read_now = pytest.fail
+    monkeypatch.setattr(bench.backend, "read_now", read_now, raising=False)
+    bench.launch()
+    bench.store.requests.answer_launch(session_of("c"), question(2, ARRAY, 0), True)
+    assert bench.answers() == [msg.Fetched(2, X.tobytes())], "by the ordinary way"
+
+
+def test_a_launch_does_not_ask_twice_for_a_shard() -> None:
+    assert objection(question(2, ARRAY, 0, 1)) is None
+    refused = objection(question(2, ARRAY, 0, 0))
+    assert refused is not None
+    assert refused.kind == "ArgumentError"
+    many = msgspec.msgpack.encode(question(2, ARRAY, *range(DEVICES + 1)))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(many, type=msg.LeasedLaunch)
 
 
 def test_shards_that_are_elsewhere_are_not_read() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
@@ -21,13 +21,13 @@ from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.waiting import Fetching, Waiting
 from pw.client.display.advice import LARGE_BYTES, WAITS, Habits
 from pw.client.display.live import About
-from pw.client.session.thread_messages import Await, Get
+from pw.client.session.thread_messages import AskedAhead, Await, Get
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
 
 PROGRAMS = 1024
 """Programs, at most, of which a result is asked for ahead."""
-AHEAD = 128
+MOST_AHEAD = 128
 """Results, at most, that are asked for ahead."""
 PARTS_COUNTED = 256
 """The line of a wait for more arrays does not count the ready ones."""
@@ -44,6 +44,14 @@ class _Awaited:
     """True if a thread has waited for such a result since the last run."""
     open: int = 0
     """Number of results that were asked for with their runs, and for which no thread has waited."""
+
+
+class _ResultAhead(NamedTuple):
+    """A question that went with its run."""
+
+    future: Waiting[Any]
+    awaited: _Awaited
+    ahead: AskedAhead
 
 
 class Results:
@@ -80,8 +88,8 @@ class Results:
         self._waits = 0
         self.awaited: dict[int, _Awaited] = {}
         """Result that threads wait for of the runs of each program."""
-        self._ahead: dict[int, tuple[Waiting[Any], _Awaited]] = {}
-        """The futures of results that were asked for with their runs, until a thread waits for them."""
+        self._ahead: dict[int, _ResultAhead] = {}
+        """Results that were asked for with their runs, until a thread waits for them."""
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """Return the future of the whole value, which hosts send to this process."""
@@ -124,15 +132,18 @@ class Results:
 
         Notes that a thread waits for it, or reads its value, so that the next run asks. Needs the lock.
         """
-        if (ahead := self._ahead.get(array)) is not None:
-            future, asking = ahead
+        if (question := self._ahead.get(array)) is not None:
+            future, asking, ahead = question
             asking.is_wanted, asking.is_value = True, is_value
             has_value = isinstance(future, Fetching)
             if is_value or not has_value:
                 del self._ahead[array]
                 asking.open -= 1
-            serves = (has_value or not is_value) and not (future.is_settled and future.exception())
-            return future if serves else None
+            failed = future.is_settled and future.exception() is not None
+            if failed or future.cancelled() or (is_value and not has_value):
+                return None
+            ahead.is_waited_for = True
+            return future
         if (place := self._credits.place(array)) is not None:
             program, position = place
             awaited = self.awaited.get(program)
@@ -168,21 +179,24 @@ class Results:
         awaited.is_wanted = False
         awaited.open += 1
         array, spec = results[awaited.position], awaited.spec
+        ahead = AskedAhead()
+        future: Waiting[Any]
         note: Await | Get
         if awaited.is_value:
-            fetching = self._make_fetching(array, spec)
-            self._ahead[array], note = (fetching, awaited), Get(array, spec, fetching)
+            future = self._make_fetching(array, spec)
+            note = Get(array, spec, future, ahead=ahead)
         else:
             future = self.make_future(((array, spec),))
-            self._ahead[array], note = (future, awaited), Await(((array, spec),), future)
-        if len(self._ahead) > AHEAD:
-            self._ahead.pop(next(iter(self._ahead)))[1].open -= 1
+            note = Await(((array, spec),), future, ahead)
+        self._ahead[array] = _ResultAhead(future, awaited, ahead)
+        if len(self._ahead) > MOST_AHEAD:
+            self._ahead.pop(next(iter(self._ahead))).awaited.open -= 1
         return note
 
     def forget(self, program: int) -> None:
         """Forget a program that is released; needs the session's lock."""
         if (gone := self.awaited.pop(program, None)) is not None and gone.open:
-            for array in [array for array, (_, awaited) in self._ahead.items() if awaited is gone]:
+            for array in [array for array, one in self._ahead.items() if one.awaited is gone]:
                 del self._ahead[array]
 
     def make_future(self, wanted: tuple[tuple[int, ArraySpec], ...]) -> Waiting[None]:

@@ -29,6 +29,7 @@ from pw.client.session.journaling import JournalingEnv
 from pw.client.session.thread_messages import (
     Ask,
     AskCompiler,
+    AskedAhead,
     Await,
     DescribeCheckpoint,
     Get,
@@ -78,6 +79,8 @@ class _Query:
     bindings: int = 0
     error: ErrorReport | None = None
     """Error for which it is asked again."""
+    ahead: AskedAhead | None = None
+    """Says whether a thread waits, if none did when it was asked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,9 +126,8 @@ class Requests(Part):
     @handles(Get)
     def on_get(self, sender: Address, note: Get) -> None:
         """Get the parts of an array, or fail the future if the session has ended."""
-        query = _Query(
-            note.parts, (note.array,), (note.spec,), partial(self._fetch, note.positions)
-        )
+        ask = partial(self._fetch, note.positions)
+        query = _Query(note.parts, (note.array,), (note.spec,), ask, ahead=note.ahead)
         if self._begin(query):
             self._ask(query)
 
@@ -133,7 +135,8 @@ class Requests(Part):
     def on_await(self, sender: Address, note: Await) -> None:
         """Wait for arrays, or fail the future if the session has ended."""
         arrays = tuple(array for array, _ in note.arrays)
-        query = _Query(note.ready, arrays, tuple(spec for _, spec in note.arrays), self._wait)
+        specs = tuple(spec for _, spec in note.arrays)
+        query = _Query(note.ready, arrays, specs, self._wait, ahead=note.ahead)
         if self._begin(query):
             self._ask(query)
 
@@ -441,8 +444,9 @@ class Requests(Part):
             resolve(query.future, query.result)
 
     def _fail(self, query: _Query, error: ErrorReport) -> None:
-        for run in [run for run, one in self.unraised.items() if one.error is error]:
-            del self.unraised[run]
+        if query.ahead is None or query.ahead.is_waited_for:
+            for run in [run for run, one in self.unraised.items() if one.error is error]:
+                del self.unraised[run]
         self._withdraw(query)
         del self._queries[query]
         reject(query.future, error.exception())

@@ -127,6 +127,12 @@ class Put:
     """Number of bindings of the slice when the value was sent over lines; 0 if it was not."""
 
 
+class AskedAhead:
+    """Tells of a question that went with a run whether a thread waits for the answer by now."""
+
+    is_waited_for = False
+
+
 class Get(msgspec.Struct, frozen=True):
     """Fetch an array; settled with the list of (box, ndarray) that cover it."""
 
@@ -135,6 +141,7 @@ class Get(msgspec.Struct, frozen=True):
     parts: Settle
     positions: tuple[int, ...] = ()
     """Fetch only the shards at these mesh positions."""
+    ahead: AskedAhead | None = None
 
 
 class Await(msgspec.Struct, frozen=True):
@@ -142,6 +149,7 @@ class Await(msgspec.Struct, frozen=True):
 
     arrays: tuple[tuple[int, ArraySpec], ...]
     ready: Settle
+    ahead: AskedAhead | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from pw.core.messages.base import (
 )
 from pw.core.messages.bounds import Count, ManyArrays, RunArguments
 from pw.core.messages.gangs import Submit
+from pw.core.programs.spec_checks import DEVICES
 
 STEPS = 256
 """Number of steps of a leased launch on one host, at most."""
@@ -112,7 +113,7 @@ class LeasedLaunch(ClientToExecutor, frozen=True, tag=193):
     request: Count = 0
     """Number of the question for the result `awaited`; 0 without one."""
     awaited: int = 0
-    positions: tuple[int, ...] = ()
+    positions: Annotated[tuple[int, ...], Meta(max_length=DEVICES)] = ()
     """Mesh positions of the shards that the client wants, as in `Fetch`; none if it only waits."""
 
 

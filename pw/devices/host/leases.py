@@ -182,7 +182,10 @@ class HostLeases(Part):
 
     @handles(msg.LeasedLaunch)
     def _launched(self, sender: Address, message: msg.LeasedLaunch) -> None:
-        is_there = self.take(sender, message)
+        bare = message
+        if message.request:
+            bare = replace(message, request=0, awaited=0, positions=())
+        is_there = self.take(sender, bare)
         if message.request and sender != self.order.scheduler:
             self.answer(sender, message, is_there)
 
@@ -196,7 +199,7 @@ class HostLeases(Part):
             return False
         lease, is_clients = self.current, sender != self.order.scheduler
         if message.lease > self.newest:
-            self.keep_early(sender.node, replace(message, request=0))
+            self.keep_early(sender.node, message)
             return False
         if lease is None or lease.number != message.lease or (is_clients and not lease.is_open):
             self.env.count("messages_stale")

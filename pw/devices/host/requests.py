@@ -47,6 +47,8 @@ class _HostRequest:
     number: int
     waiting_for: set[int]
     fetch: msg.Fetch | None = None
+    positions: tuple[int, ...] = ()
+    """Shards of the result of a launch that the client wants; they become a `fetch` when there is an array."""
     over: bool = False
     """True if the request was answered, failed or withdrawn."""
 
@@ -144,27 +146,23 @@ class HostRequests(Part):
     def answer_launch(self, sender: Address, launch: msg.LeasedLaunch, is_there: bool) -> None:
         """Answer the question that came with a launch, when the array is ready.
 
-        Where the launch was ignored, nothing here says how the array is sharded: the client hears that it is
-        ready, and asks again for its value.
+        Where there are only copies of the array, the client hears that it is ready, and asks again.
 
         Args:
             sender: the client's line.
             launch: the launch, which has a question.
             is_there: whether its results are there.
         """
-        number, array = launch.request, launch.awaited
-        is_there = is_there and array in launch.results
+        number, array, positions = launch.request, launch.awaited, launch.positions
         entry = self.arrays.get(array)
-        request = _HostRequest(sender, number, {array})
-        if not launch.positions:
-            if is_there or self._is_there(sender, entry):
+        request = _HostRequest(sender, number, {array}, positions=positions)
+        if not positions:
+            if (is_there and array in launch.results) or self._is_there(sender, entry):
                 self.send(sender, msg.Ready(number))
                 return
-        elif entry is not None:
-            fetch = msg.Fetch(number, array, entry.spec, entry.devices, launch.positions, None)
-            request.fetch = fetch
-            # No op that comes later has been submitted, so nothing overwrites the value.
-            if is_there and self._has(entry, fetch.positions):
+        elif is_there and entry is not None and self._is_there(sender, entry):
+            fetch = _fetch_of(entry, request)
+            if self._has(entry, positions):
                 views = self.backend.read_now(self._reading(entry, fetch, lambda views: None))
                 if views is not None:
                     self._deliver(request, fetch, views)
@@ -217,8 +215,9 @@ class HostRequests(Part):
     def _serve(self, entry: Entry, request: _HostRequest) -> None:
         if request.over:
             return
-        if request.fetch is not None:
-            self._read(entry, request, request.fetch)
+        fetch = _fetch_of(entry, request) if request.positions else request.fetch
+        if fetch is not None:
+            self._read(entry, request, fetch)
             return
 
         def watched(error: ErrorReport | None) -> None:
@@ -373,3 +372,10 @@ class HostRequests(Part):
                 parked.remove(request)
                 if not parked:
                     del self._parked[array]
+
+
+def _fetch_of(entry: Entry, request: _HostRequest) -> msg.Fetch:
+    """Return what a launch has asked for of its result, which is here now."""
+    return msg.Fetch(
+        request.number, entry.array, entry.spec, entry.devices, request.positions, None
+    )

@@ -143,11 +143,15 @@ class ResultAnswers:
         return not op.value.is_given and in_host_memory(array) and op.spec.dtype not in PACKED
 
     def read_now(self, op: Read) -> list[np.ndarray[Any, Any]] | None:
-        """Host views of a value that is there; None if they take time. No submitted op may donate it."""
+        """Host views of a value that is there; None if they take time."""
+        op.value.begin_read()
         try:
             return shard_views(op, self._layouts) if self._is_quick(op) else None
         except Exception:  # noqa: BLE001 - the ordinary way finds out
             return None
+        finally:
+            with self._lock:
+                op.value.end_read()
 
     def _answer(self, op: Read) -> None:
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self.failures.settled(op.value)

@@ -85,7 +85,8 @@ class Enqueuer:
                 self._python.forget(previous.call)
             return
         self.executables[key] = executable
-        if executable.is_straight and not executable.donated:
+        # On several devices of this host, XLA computes on threads, and has the caller wait for one.
+        if executable.is_straight and not executable.donated and len(executable.devices) == 1:
             self._quick.try_out(key, executable.devices)
 
     def execute(self, op: Execute) -> None:

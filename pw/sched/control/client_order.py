@@ -47,8 +47,9 @@ class ClientOrder(ControlPart):
     _resuming: Handlers = field(init=False)
     _later: set[int] = field(default_factory=set)
     """Numbers of clients whose backlogs go on in the next turn."""
-    _inquiries: list[tuple[Client, msg.Inquire]] = field(default_factory=list)
-    """Questions about arrays that other sessions still have to make; nothing waits behind them."""
+    _inquiries: list[tuple[Client, msg.Inquire, int]] = field(default_factory=list)
+    """Questions about arrays that other sessions still have to make, with the first of these; they hold up
+    nothing."""
 
     def set_handlers(self, handlers: Handlers, resuming: Handlers) -> None:
         """Set the handlers, and those for clients that tell what an earlier controller knew."""
@@ -183,9 +184,10 @@ class ClientOrder(ControlPart):
 
         Hosts do not know that another session makes an array there again: the answer waits for that.
         """
-        if any(map(self.handovers.is_taken, filter(client.arrays.is_arriving, message.arrays))):
-            self._inquiries.append((client, message))
-            return
+        for array in message.arrays:
+            if self._is_to_come(client, array):
+                self._inquiries.append((client, message, array))
+                return
         error = None
         if any(number not in client.arrays for number in message.arrays):
             words = (
@@ -198,9 +200,18 @@ class ClientOrder(ControlPart):
     def answer_inquiries(self) -> None:
         """Answer those for which arrays of other sessions have come in this turn."""
         waiting, self._inquiries = self._inquiries, []
-        for client, message in waiting:
-            if self.sessions.get(client.number) is client:
+        for one in waiting:
+            client, message, array = one
+            if self.sessions.get(client.number) is not client:
+                continue
+            if self._is_to_come(client, array):
+                self._inquiries.append(one)
+            else:
                 self._inquire(client, message)
+
+    def _is_to_come(self, client: Client, array: int) -> bool:
+        """Whether another session has yet to make an array."""
+        return client.arrays.is_arriving(array) and self.handovers.is_taken(array)
 
     @handles_client(msg.LinkLost)
     def _link_lost(self, client: Client, message: msg.LinkLost) -> None:
