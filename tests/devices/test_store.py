@@ -12,7 +12,6 @@ from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
-from pw.core.messages.checks import objection
 from pw.core.programs.spec_checks import DEVICES
 from pw.core.sharding import DeviceAddress
 from pw.core.tickets import Tickets
@@ -247,10 +246,9 @@ def test_a_launch_that_names_an_older_array_as_its_result_does_not_hold_the_loop
 
 
 def test_a_launch_does_not_ask_twice_for_a_shard() -> None:
-    assert objection(question(2, ARRAY, 0, 1)) is None
-    refused = objection(question(2, ARRAY, 0, 0))
-    assert refused is not None
-    assert refused.kind == "ArgumentError"
+    bench = Bench()
+    bench.store.requests.answer_launch(session_of("c"), question(2, ARRAY, 0, 0), True)
+    assert bench.failed() == {2: "ArgumentError"}
     many = msgspec.msgpack.encode(question(2, ARRAY, *range(DEVICES + 1)))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(many, type=msg.LeasedLaunch)

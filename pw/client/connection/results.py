@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
@@ -44,14 +44,6 @@ class _Awaited:
     """True if a thread has waited for such a result since the last run."""
     open: int = 0
     """Number of results that were asked for with their runs, and for which no thread has waited."""
-
-
-class _ResultAhead(NamedTuple):
-    """A question that went with its run."""
-
-    future: Waiting[Any]
-    awaited: _Awaited
-    ahead: AskedAhead
 
 
 class Results:
@@ -88,7 +80,7 @@ class Results:
         self._waits = 0
         self.awaited: dict[int, _Awaited] = {}
         """Result that threads wait for of the runs of each program."""
-        self._ahead: dict[int, _ResultAhead] = {}
+        self._ahead: dict[int, tuple[Waiting[Any], _Awaited, AskedAhead]] = {}
         """Results that were asked for with their runs, until a thread waits for them."""
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
@@ -139,8 +131,11 @@ class Results:
             if is_value or not has_value:
                 del self._ahead[array]
                 asking.open -= 1
-            failed = future.is_settled and future.exception() is not None
-            if failed or future.cancelled() or (is_value and not has_value):
+            if future.is_settled:
+                serves = future.exception() is None and (has_value or not is_value)
+            else:
+                serves = not future.cancelled() if has_value else not is_value
+            if not serves:
                 return None
             ahead.is_waited_for = True
             return future
@@ -188,15 +183,15 @@ class Results:
         else:
             future = self.make_future(((array, spec),))
             note = Await(((array, spec),), future, ahead)
-        self._ahead[array] = _ResultAhead(future, awaited, ahead)
+        self._ahead[array] = future, awaited, ahead
         if len(self._ahead) > MOST_AHEAD:
-            self._ahead.pop(next(iter(self._ahead))).awaited.open -= 1
+            self._ahead.pop(next(iter(self._ahead)))[1].open -= 1
         return note
 
     def forget(self, program: int) -> None:
         """Forget a program that is released; needs the session's lock."""
         if (gone := self.awaited.pop(program, None)) is not None and gone.open:
-            for array in [array for array, one in self._ahead.items() if one.awaited is gone]:
+            for array in [array for array, one in self._ahead.items() if one[1] is gone]:
                 del self._ahead[array]
 
     def make_future(self, wanted: tuple[tuple[int, ArraySpec], ...]) -> Waiting[None]:

@@ -131,6 +131,10 @@ class Waiting(Future[T]):
             self._answers.look()
         return self._state != "PENDING"
 
+    def cancelled(self) -> bool:
+        """Return whether it was cancelled; needs no lock."""
+        return self._state.startswith("CANCELLED")
+
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Call `fn` with the future when it is settled."""
         super().add_done_callback(fn)

@@ -160,7 +160,13 @@ class Leases(Part):
                 return False
         forms, question, unasked = template.forms, _NO_QUESTION, wanted
         if wanted is not None:
-            array, asking = self._asking(template, wanted)
+            if isinstance(wanted, Get):
+                array, spec = wanted.array, wanted.spec
+            else:
+                ((array, spec),) = wanted.arrays
+            asking = template.asking
+            if asking is None or asking.spec is not spec or asking.note is not type(wanted):
+                asking = template.asking = self._question(template, type(wanted), spec)
             if asking.hosts:
                 request = self._lines.begin(wanted, asking.hosts, asking.boxes)
                 question = request, array, asking.positions
@@ -190,30 +196,24 @@ class Leases(Part):
             lease.reported_bytes, self.is_short = used_bytes, True
         return True
 
-    def _asking(self, template: _Template, wanted: Await | Get) -> tuple[int, _ResultQuestion]:
-        """Return the array that is wanted, and how launches ask for such a result."""
-        if isinstance(wanted, Get):
-            array, spec = wanted.array, wanted.spec
-        else:
-            ((array, spec),) = wanted.arrays
-        asking, note = template.asking, type(wanted)
-        if asking is None or asking.spec is not spec or asking.note is not note:
-            hosts, small = self._lines.holders(spec), None
-            if isinstance(wanted, Get):
-                small = self._lines.small_value(spec)
-                hosts = hosts.intersection(() if small is None else (small.host,))
-            if not hosts <= template.hosts:
-                hosts = frozenset()
-            _, positions, boxes = small or SmallValue("", (), ())
-            forms = []
-            for steps, executors, _ in template.forms:
-                for is_asked in (True, False):
-                    some = [one for one in executors if (one.node in hosts) == is_asked]
-                    if some:
-                        forms.append(_LaunchForm(steps, some, is_asked))
-            asking = _ResultQuestion(note, spec, hosts, positions, boxes, forms)
-            template.asking = asking
-        return array, asking
+    def _question(
+        self, template: _Template, note: type[Await | Get], spec: ArraySpec
+    ) -> _ResultQuestion:
+        """Return how launches of a program ask for such a result."""
+        hosts, small = self._lines.holders(spec), None
+        if note is Get:
+            small = self._lines.small_value(spec)
+            hosts = hosts.intersection(() if small is None else (small.host,))
+        if not hosts <= template.hosts:
+            hosts = frozenset()
+        _, positions, boxes = small or SmallValue("", (), ())
+        forms = []
+        for steps, executors, _ in template.forms:
+            for is_asked in (True, False):
+                some = [one for one in executors if (one.node in hosts) == is_asked]
+                if some:
+                    forms.append(_LaunchForm(steps, some, is_asked))
+        return _ResultQuestion(note, spec, hosts, positions, boxes, forms)
 
     def _donate(self, program: int, args: Sequence[int | bytes]) -> list[int]:
         """Forget the uploads that are donated to a run, and return its donated arrays."""

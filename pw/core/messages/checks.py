@@ -61,12 +61,6 @@ def _fetch(message: msg.Fetch) -> None:
         check_landing(message.landing)
 
 
-def _leased_launch(message: msg.LeasedLaunch) -> None:
-    positions = message.positions
-    if positions and len(set(positions)) < len(positions):
-        raise ArgumentError("a shard was asked for twice with one launch")
-
-
 _FOLDER = r"(/(?!\.{1,2}/)[^/\0]+)+"
 _SOCKET = re.compile(rf"pw-bulk-\d+-[0-9a-f]+|{_FOLDER}/bulk-[0-9a-f]+")
 _ENDPOINT = re.compile(rf"ipc://(@pw-chunks-\d+-[0-9a-f]+|{_FOLDER}/chunks-[0-9a-f]+)")
@@ -114,7 +108,6 @@ CHECKS: Mapping[type, Callable[[Any], None]] = {
     msg.UploadAborted: _upload_aborted,
     msg.Describe: lambda message: check_path(message.path),
     msg.Fetch: _fetch,
-    msg.LeasedLaunch: _leased_launch,
     msg.Compile: _compile,
     msg.RegisterHost: _register_host,
     msg.AllocateSlice: _allocate_slice,

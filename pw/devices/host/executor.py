@@ -84,6 +84,7 @@ class HostExecutor(Actor):
             self.programs,
             store.clients,
             self._do,
+            store.requests.send,
             store.requests.answer_launch,
             self.receive,
         )

@@ -78,8 +78,10 @@ class HostLeases(Part):
     clients: Clients
     launch: Callable[[msg.Launch], bool]
     """Does a launch whose turn it is; returns whether its results are there."""
-    answer: Callable[[Address, msg.LeasedLaunch, bool], None]
-    """Answers the question of a launch when the result is there, as it may be now."""
+    answer: Callable[[Address, msg.Ready], None]
+    """Answers a launch whose result is there."""
+    look: Callable[[Address, msg.LeasedLaunch, bool], None]
+    """Answers the question of a launch when its result is there, as it may be now."""
     receive: Callable[[Address, Any], None]
     """Handles a message of the scheduler that was held."""
     room_bytes: int = EARLY_BYTES
@@ -182,12 +184,13 @@ class HostLeases(Part):
 
     @handles(msg.LeasedLaunch)
     def _launched(self, sender: Address, message: msg.LeasedLaunch) -> None:
-        bare = message
-        if message.request:
-            bare = replace(message, request=0, awaited=0, positions=())
+        bare = replace(message, positions=()) if message.positions else message
         is_there = self.take(sender, bare)
         if message.request and sender != self.order.scheduler:
-            self.answer(sender, message, is_there)
+            if is_there and not message.positions and message.awaited in message.results:
+                self.answer(sender, msg.Ready(message.request))
+            else:
+                self.look(sender, message, is_there)
 
     def take(self, sender: Address, message: msg.LeasedLaunch) -> bool:
         """Take a launch of the client, or of the scheduler in its place.
@@ -199,7 +202,7 @@ class HostLeases(Part):
             return False
         lease, is_clients = self.current, sender != self.order.scheduler
         if message.lease > self.newest:
-            self.keep_early(sender.node, message)
+            self.keep_early(sender.node, replace(message, request=0))
             return False
         if lease is None or lease.number != message.lease or (is_clients and not lease.is_open):
             self.env.count("messages_stale")

@@ -155,12 +155,15 @@ class HostRequests(Part):
         """
         number, array, positions = launch.request, launch.awaited, launch.positions
         entry = self.arrays.get(array)
+        if not positions and self._is_there(sender, entry):
+            self.send(sender, msg.Ready(number))
+            return
         request = _HostRequest(sender, number, {array}, positions=positions)
-        if not positions:
-            if (is_there and array in launch.results) or self._is_there(sender, entry):
-                self.send(sender, msg.Ready(number))
-                return
-        elif is_there and entry is not None and self._is_there(sender, entry):
+        if len(set(positions)) < len(positions):
+            twice = ArgumentError("a shard was asked for twice with one launch")
+            self._fail(request, ErrorReport.of(twice, self.env.address.node))
+            return
+        if positions and is_there and entry is not None and self._is_there(sender, entry):
             fetch = _fetch_of(entry, request)
             if self._has(entry, positions):
                 views = self.backend.read_now(self._reading(entry, fetch, lambda views: None))
