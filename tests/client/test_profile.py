@@ -180,15 +180,15 @@ def test_a_loop_is_profiled(capsys: pytest.CaptureFixture[str]) -> None:
                 began_s = time.monotonic()
                 x = f(x)
                 float(x)
-                pause_s = 2 * (
-                    time.monotonic() - began_s
-                )  # most of the time, however slow a call is
+                # Most of the time, however slow a call is.
+                pause_s = 2 * (time.monotonic() - began_s)
                 time.sleep(pause_s)
                 slept_s += pause_s
         told = capsys.readouterr().out
         assert told.splitlines()[0] == profile.head
         assert (profile.calls, profile.devices) == (10, 2)
-        assert profile.parts_s["client"] > 0.9 * slept_s
+        # A thread that is late in the midst of a call takes a part of a pause away.
+        assert profile.parts_s["client"] > 0.5 * slept_s
         assert sum(profile.parts_s.values()) == pytest.approx(profile.length_s)
         assert any(words.startswith("client: ") for words in profile.advice)
         assert current.runtime().noted_in == ()
