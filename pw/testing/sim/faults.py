@@ -7,7 +7,7 @@ clients that die. `heal` ends them all: from then on everything must come right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from pw.core import messages as msg
@@ -118,7 +118,7 @@ class Faults:
         """A process stops and goes on later without noticing."""
         node = self._random_node(random)
         if node is not None:
-            self._note("pause", node.name)
+            self._note("pause", *[one.name for one in self._of_process(node)])
             length_s = random.choice((0.1, 2.0, 6.0, 20.0)) * random.uniform(0.5, 1.5)
             self._stop(node, length_s)
             if random.random() < 0.5:  # only the runtime has stopped, and its supervisor watches it
@@ -141,14 +141,17 @@ class Faults:
         self._stop(node, length_s)
 
     def _stop(self, node: SimProcess, length_s: float) -> None:
-        """Stop a process; that of a client has two nodes."""
+        """Stop a process."""
+        for one in self._of_process(node):
+            self._stop_node(one, length_s)
+
+    def _of_process(self, node: SimProcess) -> Sequence[SimProcess]:
+        """Return the nodes of a process: that of a client has two."""
         for client in self._clients:
             beside = (client.node, client.wires.node)
             if node in beside and node.name != CONTROLLER:
-                for one in beside:
-                    self._stop_node(one, length_s)
-                return
-        self._stop_node(node, length_s)
+                return beside
+        return (node,)
 
     def _stop_node(self, node: SimProcess, length_s: float) -> None:
         world = self._world
